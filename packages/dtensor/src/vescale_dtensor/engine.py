@@ -57,6 +57,8 @@ from ._dispatch.copies import check_writable as check_writable
 from ._dispatch.fallback import gathered as gathered
 from ._dispatch.functorch import check_entering as check_entering
 from ._dispatch.number import under_mode as under_mode
+from ._effects import Effects as Effects
+from ._effects import capturing as capturing
 from ._flex.kernel import flex_formulas as flex_formulas
 from ._flex.kernel import flex_without_data as flex_without_data
 from ._layouts import drawing as drawing

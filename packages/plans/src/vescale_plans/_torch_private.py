@@ -6,7 +6,7 @@ What costs much to import is imported where it is asked for.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,6 +164,33 @@ def backend_named(name: str) -> Callable:
     backend = torch._dynamo.lookup_backend(name)
     settings = {"config_patches": {"fallback_random": True}} if name == "inductor" else {}
     return functools.partial(backend, **settings)
+
+
+def make_fx(function: Callable) -> Callable:
+    """A tracer of the operators that a function of plain tensors calls. Instead: a public one."""
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor.make_fx(function)
+
+
+def partitioned(joint: torch.fx.GraphModule, count: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A forward of `count` results, what its backward needs behind them, and that backward. Instead: a public
+    partitioner."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=count)
+
+
+def without_values(examples: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these for a compiler to look at. Instead: a public class of them."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in examples]
+
+
+# Operators with graphs of their own among their arguments. Instead: a public class of them.
+HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def capture_settings(passed_over: set[Callable]) -> Any:

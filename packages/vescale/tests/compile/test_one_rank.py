@@ -11,7 +11,6 @@ import random
 import shutil
 import sys
 import types
-import warnings
 from functools import partial
 
 import numpy
@@ -672,24 +671,3 @@ def test_a_missing_compiler_is_a_sentence():
     (text,) = run_ranks(1, without_a_compiler)
     assert text.startswith("parallelize: inductor generates code for cpu, and finds no C++ compiler here\n")
     assert "install a C++ compiler" in text and 'mode="eager"' in text
-
-
-def on_several(mode):
-    torch.manual_seed(0)
-    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model, _ = vescale.parallelize(plan, Base(), mode=mode)
-        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
-    loss.backward()
-    said = [str(one.message) for one in caught if issubclass(one.category, vescale.CompileWarning)]
-    return loss.item(), full(model.up.weight.grad).clone(), said, vescale.explain_compile(model).eager
-
-
-@needs_a_compiler
-def test_several_ranks_run_eagerly_and_say_so_once():
-    for (loss, gradient, told, _), (wanted, expected, none, _) in zip(
-        run_ranks(2, on_several, "compile"), run_ranks(2, on_several, "eager"), strict=True
-    ):
-        assert loss == wanted and torch.equal(gradient, expected)
-        assert len(told) == 1 and "eagerly so far" in told[0] and none == []

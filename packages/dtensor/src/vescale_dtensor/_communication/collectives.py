@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from .. import _effects as effects
 from .._debugger import session
 from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
@@ -83,6 +84,8 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
     rows = (count * shape[0], *shape[1:])
 
     def gather(local: Tensor) -> Tensor:
+        if effects.captured is not None:
+            return effects.captured.operator(lambda one: [gather(one)], [local], [rows])[0]
         local = local.contiguous()
         out = local.new_empty(*rows)
         received = local.nbytes * (count - 1)
@@ -109,6 +112,8 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
 
 def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_reduce") -> Tensor:
     """The sum over all ranks of `axes`, the same bits on each; summed in rank order on gloo."""
+    if effects.captured is not None:
+        return effects.captured.operator(lambda one: [all_reduce(one, mesh, axes, kind)], [local], [local.shape])[0]
     group = mesh.group(axes)
     count = group.size()
     if not local.numel():
@@ -165,6 +170,9 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
     group = mesh.group(axes)
     count = group.size()
     mine = pieces[group.rank()]
+    if effects.captured is not None:
+        call = lambda *pieces: [reduce_scatter(list(pieces), mesh, axes, kind)]
+        return effects.captured.operator(call, pieces, [mine.shape])[0]
     sizes = [piece.numel() for piece in pieces]
     engine = _engine(mesh, axes)
     received = mine.nbytes * (count - 1)
@@ -197,6 +205,8 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     swap = pairs.swapper(group, _SWAP) if pair else None
 
     def scatter(rows: Tensor) -> Tensor:
+        if effects.captured is not None:
+            return effects.captured.operator(lambda one: [scatter(one)], [rows], [shape])[0]
         received = rows.nbytes // count * (count - 1)
         event = events.announce(kind, names, received) if events.listeners else None
         noted = flight_recorder.note(kind, rank_group, received, WAITING)
@@ -234,6 +244,9 @@ def exchange(
     pieces: list[Tensor], shapes: list[tuple[int, ...]], mesh: Mesh, axis: int, kind: str = "all_to_all"
 ) -> list[Tensor]:
     """Sends `pieces[r]` to rank r of the axis; returns what each sent here, of the given shapes."""
+    if effects.captured is not None:
+        call = lambda *pieces: exchange(list(pieces), shapes, mesh, axis, kind)
+        return effects.captured.operator(call, pieces, shapes)
     group = mesh.group((axis,))
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     counts = [_product(shape) for shape in shapes]

@@ -99,6 +99,17 @@ def restore_cause(saved: object) -> None:
     _current, _direction = saved, "backward"
 
 
+def saved_cause() -> tuple[object, str]:
+    """The cause in its cheap form, and its direction, for a graph to keep."""
+    return _current, _direction
+
+
+def take_up_cause(saved: object, direction: str) -> None:
+    """In a graph: the cause of the collective that was captured."""
+    global _current, _direction
+    _current, _direction = saved, direction
+
+
 def cause() -> Cause:
     """The cause in full."""
     known = _current if isinstance(_current, Cause) else Cause(function_name(_current))

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .. import _effects as effects
 from .._communication.collectives import (
     Recipe,
     all_gather,
@@ -104,6 +105,8 @@ def _in_order(run: Recipe, source: Layout, target: Layout) -> Recipe:
             return out
         order, wanted = found
         laid = out.permute(order).clone(memory_format=torch.contiguous_format)
+        if effects.captured is not None:  # a graph has no storages, and its results are nobody's views
+            return laid.as_strided(out.shape, wanted)
         # No view: it is as much a tensor of its own as any other result.
         return laid.new_empty(0).set_(laid.untyped_storage(), 0, out.shape, wanted)
 

@@ -180,6 +180,15 @@ class Call(Alone):
             while (call := calls.pop()) is not None:  # torch ends nothing where a program is interrupted
                 end(call[1], module, args, kwargs, None)
 
+    @property
+    def order(self) -> Order:
+        """The module's steps."""
+        return self._chain.order
+
+    def is_alone(self) -> bool:
+        """Whether nobody else has hooks on the module, or on all modules."""
+        return self._chain.is_alone(self._module.__dict__)
+
     def leave(self, held: dict[str, Any]) -> None:
         if held.get(_CALL) is self:
             del held[_CALL]

@@ -1,12 +1,16 @@
-"""Compile mode on a mesh of one rank: torch's compiler takes the model's forward, as on one device.
+"""Compile mode: torch's compiler takes the forward as it is written, as on one device.
 
-There local and global tensors are the same, so the forward is given to the compiler as it is written, while plain
-stand-ins without memory are in the places of parameters, buffers and inputs. They are there only while the compiler
-traces and asks its guards: what it made puts the real tensors back before it computes. A call that is refused, or that
-the compiler cannot take, is eager; nothing has run by then.
+While the compiler traces and asks its guards, plain stand-ins without memory are in the places of parameters, buffers
+and inputs: global tensors. What it made puts the real tensors back before it computes. On one rank, where local and
+global tensors are the same, its graph of the root's forward is compiled as it is. On several, the graph of a block's
+forward is run once on shards, and what that does is compiled. A call that is refused, or that the compiler cannot
+take, is eager; nothing has run by then.
 
-    Captured     stands before the root's forward, runs a call compiled, or eagerly
+    Captured     stands before a forward, runs a call compiled, or eagerly
+    code         the graphs of one forward
     stand_ins    what the compiler sees of parameters, buffers and inputs
+    steps        what it sees of a plan's steps inside
+    shards       a graph on this rank's shards
     passage      gradients that are None stay None
     refusals     what a graph would do otherwise than its code
     unguarded    what guards do not ask again
@@ -14,35 +18,25 @@ the compiler cannot take, is eager; nothing has run by then.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, Mesh, attach, layout_of, local_only
+from vescale_dtensor import DTensor, Layout
+from vescale_dtensor.engine import Mesh, attach, local_only
 
 from .._apply.containers import map_tensors, tensors_in
 from .._calls.alone import Alone, State
-from .._calls.chain import Call, hooks_after, hooks_before
-from .._torch_private import backend_named, capture_settings, compiler_errors, functorch_config
+from .._torch_private import capture_settings, compiler_errors
+from .code import Code, Run
 from .mode import watcher
-from .passage import Passage, reach_of
-from .refusals import Refused, check_compiled, check_traced
+from .refusals import Refused
 from .stand_ins import StandIns, placeholder
-from .unguarded import Unguarded
-
-_Remembers = type(functools.lru_cache(id))
-"""Of methods that libraries put on loggers to say a thing once (HuggingFace's `warning_once`)."""
-_MOST = 8
-"""Graphs of one model, each for other sizes or other Python values; calls beyond them are eager."""
+from .steps import Steps
 
 
 class CompileWarning(UserWarning):
@@ -50,52 +44,45 @@ class CompileWarning(UserWarning):
 
 
 class Captured(Alone):
-    """Stands before the forward of a model's root. Calls of several threads wait for one another: while one asks the
-    compiler, the model's tables hold stand-ins."""
+    """Stands before the forward of a model's root on one rank, of a block on several.
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str) -> None:
-        self.module, self.backend, self.mesh = model, backend, mesh
-        self.own = model.__dict__.get("forward")
-        self._lock = threading.RLock()
-        self.graphs = 0
-        self._inside = _steps_inside(model)
+    Arguments:
+        module: whose forward it is.
+        mesh: of the model.
+        backend: a compiler's, by name.
+        code: shared with other modules of the same class and steps.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, backend: str, code: Code) -> None:
+        self.module, self.backend, self.mesh = module, backend, mesh
+        self.own = module.__dict__.get("forward")
+        self.code = code
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
-        self._stand_ins = StandIns(model)
+        self.steps = Steps(module)
+        self._stand_ins = StandIns(module)
         self.is_asking = False  # whether the compiler traces, or asks its guards
+        self.failure = ""  # why the call that runs cannot be compiled
         self._real: dict[int, Tensor] = {}  # by the stand-in, of the call that runs
-        self._made: list[Tensor] | None = None  # results of the graph of the call that runs, once it has run
-        self._failure = ""
-        functorch_config().donated_buffer = False  # backwards may run twice, as eager ones do; torch has one switch
-        logging.getLogger("torch._dynamo.metrics_context").addFilter(_worth_saying)
-        self._begin()
-        model.__dict__["forward"] = self
-        State(model)
-
-    def _begin(self) -> None:
-        """Forgets all graphs."""
-        self._captured = self.forward
-        self._guarded = torch.compile(_own_code(self._captured), backend=self._compile, fullgraph=True)
-        self._unguarded: Unguarded | None = None  # that graphs were made under
-        self._said_once = {one for one in vars(logging.Logger).values() if isinstance(one, _Remembers)}
+        self._made: list[tuple[Tensor, Layout | None]] | None = None  # results of the graph, once it has run
+        module.__dict__["forward"] = self
+        State(module)
 
     @property
     def forward(self) -> Callable:
-        """The model's own."""
+        """The module's own."""
         return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
 
     # --- a call ------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
+        with self.code.lock:
             return self._called(args, kwargs)
 
     def _called(self, args: tuple, kwargs: dict) -> Any:
-        why = watcher()
+        why = watcher() or self.steps.watched()
         kind = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         why = why or self.refusals.get(kind, "")
-        if not why and self._inside:
-            self._refuse(kind, why := self._inside)
         if not why:
             try:
                 out = self._through_graph(args, kwargs)
@@ -104,7 +91,7 @@ class Captured(Alone):
             except (Refused, *compiler_errors()) as error:
                 if self._made is not None:
                     raise
-                why = self._failure or _reason(error)
+                why = self.failure or _reason(error)
                 self._refuse(kind, why)
             finally:
                 self._put_back()
@@ -118,21 +105,28 @@ class Captured(Alone):
         warnings.warn(f"{name} runs eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _through_graph(self, args: tuple, kwargs: dict) -> Any:
-        self._failure = ""
-        if self._captured != self.forward or (self._unguarded is not None and not self._unguarded.holds()):
-            self._begin()
-        self._stand_ins.refresh()
+        self.failure, code = "", self.code
+        code.refresh(self.own if self.own is not None else type(self.module).forward)
+        if self._stand_ins.refresh():
+            self.steps.find()
+        self.steps.refresh()
+        if self.steps.refused:
+            raise Refused(self.steps.refused)
         kept = self._stand_ins.standing
-        with local_only():
-            given = {id(tensor): (tensor, placeholder(tensor)) for tensor in tensors_in((args, kwargs))
-                     if type(tensor) is DTensor and id(tensor) not in kept}  # fmt: skip
+        given = {id(tensor): (tensor, placeholder(tensor)) for tensor in tensors_in((args, kwargs))
+                 if type(tensor) is DTensor and id(tensor) not in kept}  # fmt: skip
         standing = kept | given
         self._real = {id(stands): real for real, stands in standing.values()}
         self.is_asking = True
+        self.steps.put()
         self._stand_ins.put()
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
-        with capture_settings(self._said_once):
-            out = self._guarded(*args, **kwargs)
+        outer, code.running = code.running, self
+        try:
+            with capture_settings(code.said_once):
+                out = code.guarded(self.module, *args, **kwargs)
+        finally:
+            code.running = outer
         if self._made is None and any(id(tensor) not in self._real for tensor in tensors_in(out)):
             raise Refused("the compiler leaves it to Python")
         return self._distributed(out)
@@ -141,6 +135,7 @@ class Captured(Alone):
         """The real tensors are in their places, if they are not yet."""
         if self.is_asking:
             self._stand_ins.take_off()
+            self.steps.take_off()
             self.is_asking = False
 
     def _distributed(self, out: Any) -> Any:
@@ -152,51 +147,18 @@ class Captured(Alone):
             return known.get(id(tensor), tensor)
 
         with local_only():
-            for one in self._made or ():
-                layout = layout_of(self.mesh, [INVARIANT] * self.mesh.ndim, tuple(one.shape))
-                known[id(one)] = attach(one, layout)
+            for one, layout in self._made or ():
+                known[id(one)] = one if layout is None else attach(one, layout)
             out = map_tensors(out, shown)
             _fill_objects(out, shown)
         return out
 
-    # --- what the compiler asks for --------------------------------------------------------
-
-    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        """The compiler's backend: checks what was traced, and has a known backend compile it."""
-        try:
-            return self._compiled(graph, inputs)
-        except Refused as refused:
-            self._failure = str(refused)
-            raise
-
-    def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        if self.graphs == _MOST:
-            raise Refused(f"its sizes, or the Python values that it reads, have changed {_MOST} times")
-        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        (result,) = (node for node in graph.graph.nodes if node.op == "output")
-        check_traced(nodes)
-        traced = [node.meta.get("example_value") for node in nodes]
-        traced = [one for one in traced if isinstance(one, Tensor)]
-        reach = reach_of(traced, [getattr(one, "meta", {}).get("example_value") for one in result.args[0]])
-        run = backend_named(self.backend)(graph, inputs)
-        check_compiled(nodes)
-        self._unguarded = Unguarded(self.module)
-        self.graphs += 1
-        name = type(self.module).__name__
-
-        def call(*given: Any) -> Any:
-            self._put_back()
-            self._made = []
-            real = [self._real.get(id(one), one) for one in given]
-            with local_only():
-                passage = Passage(name, reach)
-                entered = iter(passage.enter([one for one in real if isinstance(one, Tensor)]))
-                out = run(*[next(entered) if isinstance(one, Tensor) else one for one in real])
-                passage.left(out)
-            self._made = [one for one in out if isinstance(one, Tensor)]
-            return out
-
-        return call
+    def run(self, run: Run, given: Sequence[Any]) -> Sequence[Any]:
+        """Runs a graph of the forward's code in the call that is made: real tensors are in their places again."""
+        self._put_back()
+        real = [self._real.get(id(one), one) for one in given]
+        out, self._made = run(self, real)
+        return out
 
     # --- as an attribute of the module -------------------------------------------------------
 
@@ -238,34 +200,8 @@ def _fill_objects(value: Any, shown: Callable[[Tensor], Tensor]) -> None:
                 held[key] = new
 
 
-def _steps_inside(model: nn.Module) -> str:
-    """Returns what a step of this library does in calls of a module inside, "" if there is none."""
-    for name, module in model.named_modules():
-        if module is model or not isinstance(module.__dict__.get("_call_impl"), Call):
-            continue
-        phases = [hook.step.phase for hook in (*hooks_before(module), *hooks_after(module)) if hook.step is not None]
-        return f"in each call of {name}, {phases[0].before or phases[0].after}"
-    return ""
-
-
-def _own_code(forward: Callable) -> FunctionType:
-    """Returns `forward` under a code object of its own, by which a compiler keeps and counts what it made."""
-
-    def through(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    through.__code__ = through.__code__.replace()
-    return through
-
-
 def _reason(error: Exception) -> str:
     """Returns a compiler's reason and the user's line."""
     what = str(error).strip().partition("\n")[0]
     stack = getattr(error, "real_stack", None)
     return f"{what} ({stack[-1].filename}:{stack[-1].lineno})" if stack else what
-
-
-def _worth_saying(record: logging.LogRecord) -> bool:
-    """Drops what torch before 2.13 logs of each graph: it tries to sort the methods that are passed over."""
-    error = str(record.exc_info[1]) if record.exc_info else ""
-    return not (error.startswith("'<' not supported") and "lru_cache" in error)

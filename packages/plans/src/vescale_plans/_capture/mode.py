@@ -17,6 +17,7 @@ from .._torch_private import (
     _len_torch_function_stack,
     _top_saved_tensors_default_hooks,
     compiler_is_asked_otherwise,
+    has_global_hooks,
     missing_compiler,
 )
 
@@ -75,6 +76,8 @@ def watcher() -> str:
         return "a mode or a transform of torch sees its functions"
     if _top_saved_tensors_default_hooks(True) is not None:
         return "hooks take what is saved for its backward"
+    if has_global_hooks():
+        return "hooks of all modules see its calls"
     if is_reproducible() or is_strict():
         return "the reproducible or the strict mode decides each function"
     if is_compiling() or compiler_is_asked_otherwise():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, VescaleError
 from vescale_dtensor.engine import local_only
 
 from .refusals import Refused
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _shape, _dtype, _device = Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__
+_layout = attrgetter("_layout")
 _FACTS = (_shape, Tensor.stride, _dtype, _device, Tensor.requires_grad.__get__)
 
 
@@ -28,15 +29,18 @@ class StandIns:
         self.standing: dict[int, tuple[Tensor, Tensor]] = {}
         """By a parameter or buffer: that, and what stands for it."""
 
-    def refresh(self) -> None:
-        """Looks at what the model holds now. What is seen in each call runs in C."""
-        if not self._are_places_the_same():
+    def refresh(self) -> bool:
+        """Looks at what the model holds now. What is seen in each call runs in C. Returns whether the modules, or what
+        they hold, are others."""
+        if is_new := not self._are_places_the_same():
             self._find_places()
         with local_only():
             facts = [fact for of in _FACTS for fact in map(of, self._real)]
-            if facts != self._facts:
-                self._facts = facts
-                self.standing = {id(real): (real, self._for(real)) for real in self._real}
+        facts += map(_layout, self._real)
+        if facts != self._facts:
+            self.standing = {id(real): (real, self._for(real)) for real in self._real}
+            self._facts = facts
+        return is_new
 
     def put(self) -> None:
         """Puts them in the places."""
@@ -66,23 +70,31 @@ class StandIns:
         self._places, self._real = found, [table[name] for table, name in found]
         self._facts = []
 
-    def _for(self, real: Tensor) -> Tensor:
-        """Call with dispatch disabled."""
+    def _for(self, real: DTensor) -> Tensor:
         _, known = self.standing.get(id(real), (None, None))
-        if known is not None and all(of(known) == of(real) for of in _FACTS):
+        if known is not None and _facts_of(known) == _facts_of(real):
             return known
         return placeholder(real)
 
 
-def placeholder(real: DTensor) -> Tensor:
-    """Returns a plain tensor like `real`, a Parameter for one, without memory. Call with dispatch disabled.
+def _facts_of(tensor: Tensor) -> tuple:
+    """Returns what a compiler asks of a tensor, global for a DTensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
-    Raises Refused for a parameter of a class of the user's, which code may ask for.
+
+def placeholder(real: DTensor) -> Tensor:
+    """Returns a plain tensor like the global one, a Parameter for one, without memory.
+
+    Raises Refused for a parameter of a class of the user's, which code may ask for, and if no strides are known.
     """
     if real._kind is not DTensor:
         raise Refused(f"a parameter is of the class {real._kind.__name__}")
-    made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+    try:
+        shape, stride, dtype, device, trains = _facts_of(real)
+    except VescaleError as error:
+        raise Refused(f"it is given a tensor of unknown strides: {error}") from None
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     if getattr(real, "_is_param", False):
-        return nn.Parameter(made, requires_grad=real.requires_grad)
-    return made.requires_grad_(real.requires_grad)
+        return nn.Parameter(made, requires_grad=trains)
+    return made.requires_grad_(trains)

@@ -24,7 +24,7 @@ from vescale_dtensor.engine import attach
 
 from .._calls.alone import take_off
 from .._calls.chain import is_ours
-from .._capture.front import Captured
+from .._capture.explain import Regions
 from .._plan.promise import promise_copy
 from .._zero.sharded_parameter import ShardedParameter
 from ._recipe import install
@@ -90,7 +90,7 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
                 _put_behind(each, memo[id(each)])
         may_be_copied(copied)
         if held.captured is not None:
-            copied._vescale.captured = Captured(copied, held.captured.mesh, held.captured.backend)
+            copied._vescale.captured = Regions(copied, held.captured.mesh, held.captured.backend)
     return copied
 
 

@@ -20,7 +20,6 @@ from .._apply.given.wrappers import refuse_wrappers
 from .._apply.inputs import RootBoundary, cuts_of
 from .._apply.loss import LossBoundary, LossFn
 from .._apply.masks import MaskBoundary
-from .._capture.front import Captured
 from .._experts.experts import ExpertsBoundary
 from .._experts.lists import ListBoundary
 from .._experts.structure import Experts
@@ -93,7 +92,7 @@ class Parallelized:
     ) -> None:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
         self.sync, self.experts, self.host = sync, experts, host
-        self.captured: Captured | None = None  # what stands before the forward in compile mode
+        self.captured: Any = None  # `Regions` that are compiled
 
     def least(self, model: nn.Module, calls: Mapping[str, int], reads: Reads, backward: bool) -> int:
         """Collectives that the plan's cut weights need for these calls of modules, of what they read; `Trace.least`."""

@@ -25,8 +25,8 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
-from vescale_dtensor import Layout
-from vescale_dtensor.engine import PARTIAL, global_stride
+from vescale_dtensor import Layout, OperatorError
+from vescale_dtensor.engine import PARTIAL, Effects, capturing, global_stride
 
 from .._cuda.fill import check_not_named, fill_parts, generator_on, is_followed
 from .._cuda.numbers import fused_dropout_
@@ -122,11 +122,27 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False, like
     if local.is_meta:
         draw(local)
         return local
+    if (graph := capturing()) is not None:
+        return _captured(graph, local, layout, draw, fresh, like)
     if current_stream() == "philox":
         note(draw.function.__name__, draw.generator)
         return _place_philox(local, layout, draw, next_key(draw.generator))
     note(draw.function.__name__, draw.generator_for(local))
     return _place(local, layout, draw, fresh, like)
+
+
+def _captured(
+    graph: Effects, local: Tensor, layout: Layout, draw: Draw, fresh: bool, like: Tensor | None
+) -> Tensor:
+    """`local` written with what the graph will have drawn when it has come there."""
+    if not local.is_contiguous() or (like is not None and not like.is_contiguous()):
+        rule = "a compiled block draws for contiguous tensors, and this one is laid out otherwise"
+        raise OperatorError(draw.function.__name__, rule, (), [("x.contiguous()", "the block is compiled then")])
+
+    def drawn(one: Tensor) -> list[Tensor]:
+        return [fill(torch.empty_like(one), layout, draw, fresh=fresh, like=None if like is None else one)]
+
+    return local.copy_(graph.operator(drawn, [local], [local.shape])[0])
 
 
 def fill_region(target: Tensor, region: Region, draw: Draw) -> None:
