@@ -291,7 +291,7 @@ def _steps(parts: list[Part], total: int, skips: bool) -> Iterator[tuple[int, in
 
 
 def _waits(draw: Draw, order: Order) -> bool:
-    """Whether normals are made two at a time, the second waiting in the generator: what they take depends on it."""
+    """True if normals are made in pairs, the second one waiting in the generator: the cost of a draw depends on it."""
     return draw.function is Tensor.log_normal_ or draw.function is Tensor.normal_ and not order.contiguous
 
 

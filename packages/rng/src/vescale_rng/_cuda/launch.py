@@ -1,4 +1,4 @@
-"""Which thread of one CUDA device makes the element at a place, and by which of its calls. Pure arithmetic.
+"""Maps each element's place to the thread of one CUDA device that makes it, and to the call. Pure arithmetic.
 
 torch fills a tensor on CUDA by launches whose grid follows from the device (ATen/native/cuda/DistributionTemplates.h,
 calc_execution_policy and distribution_nullary_kernel; Dropout.cu): blocks of 256 threads, at most as many as the

@@ -48,7 +48,7 @@ def _multiplied(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a fill makes of words: numbers of a kind, with parameters as the kernel holds them.
+    """Turns random words into numbers of one kind, with the kernel's parameters.
 
         uniform         from, to - from, to         exponential   -1 / lambda
         bernoulli       p                           geometric     1 - p, of doubles log(1 - p)

@@ -205,7 +205,7 @@ def _sliced(
     local: Tensor, shape: Sequence[int], ranges: Sequence[Ranges],
     dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1,
 ) -> list[Tensor]:  # fmt: skip
-    """What the shard holds of the indices from `start` to `end` of a dim."""
+    """Returns the shard's part of the indices from `start` to `end` of a dim."""
     if step != 1:
         raise _NeedsFull
     start, end, _ = slice(start, end).indices(shape[dim])

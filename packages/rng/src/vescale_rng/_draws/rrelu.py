@@ -60,7 +60,7 @@ def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> C
 
 
 def _noise(x: DTensor, layout: Layout, lower: float, upper: float) -> Tensor:
-    """What the shard is multiplied by."""
+    """Returns the factors of the shard."""
     draw = Draw(Tensor.uniform_)
     low, high = torch.tensor((lower, upper), dtype=x.dtype).tolist()
     with torch.no_grad():
