@@ -109,7 +109,7 @@ class SaveJob:
 
     @property
     def path(self) -> str:
-        """Of the step, once it is committed."""
+        """Path of the step, once it is committed."""
         return f"{self.root.path}/{folder_of(self._where['step'])}"
 
     def stage(self) -> None:

@@ -35,7 +35,7 @@ class Global:
 
 
 class Record:
-    """What would have been an object: the name of what makes it, its arguments, its state. Compared by identity."""
+    """A would-be object: the name of its constructor, its arguments, its state. Compared by identity."""
 
     __slots__ = ("kind", "arguments", "state")
 

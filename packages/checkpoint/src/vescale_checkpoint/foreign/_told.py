@@ -1,4 +1,4 @@
-"""What lies where no checkpoint of ours does, told by first bytes, and which command gets its weights into a model."""
+"""Recognizes other formats by their first bytes, and names the command that gets such weights into a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def told(storage: Storage, path: str) -> CheckpointError | None:
 
 
 def _entries(storage: Storage, path: str) -> Iterator[tuple[str, bool]]:
-    """What lies in a directory and in those inside, the upper ones first, and whether it is a directory."""
+    """Yields the entries of a directory and its subdirectories, the upper ones first, and whether each is a directory.
+    """
     waiting = [""]
     for _ in range(_MOST_ENTRIES):
         if not waiting:

@@ -76,7 +76,7 @@ def window(piece: Piece, inner: Box) -> Piece:
 
 
 def is_contiguous(piece: Piece) -> bool:
-    """Whether its elements follow each other in memory, row-major."""
+    """True if its elements are contiguous in memory, row-major."""
     step = 1
     for (start, stop), stride in zip(reversed(piece.box), reversed(piece.strides), strict=True):
         if stop - start != 1:
@@ -105,7 +105,7 @@ def split(box: Box, parts: int) -> list[Box]:
 
 @lru_cache(maxsize=16384)
 def pieces_of(layout: Layout, coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
-    """What the rank at a mesh coordinate holds: disjoint pieces, none of them empty.
+    """Returns the pieces that the rank at a mesh coordinate holds: disjoint, none of them empty.
 
     A flat ragged shard is 1-D whatever its tensor is: each of its boxes lies row-major
     by itself. Any other shard has the tensor's dims, and a box in it has the shard's strides.

@@ -41,7 +41,7 @@ def header_entry(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
 
 
 def is_lossless(source: str, target: str) -> bool:
-    """Whether every value of dtype `source` is one of `target`."""
+    """True if dtype `target` can represent every value of `source`."""
     return (source, target) in _LOSSLESS
 
 

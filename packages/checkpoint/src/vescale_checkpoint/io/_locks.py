@@ -35,7 +35,7 @@ def leased(storage: Storage, path: str) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def unused(path: str) -> Iterator[bool]:
-    """Whether nobody else uses the directory, and then nobody will within the block."""
+    """Yields whether nobody else uses the directory; if so, nobody will within the block."""
     try:
         lock = lock_of(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

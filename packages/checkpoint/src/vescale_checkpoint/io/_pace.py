@@ -10,7 +10,7 @@ LEAST_SECONDS = 1e-3
 
 
 class Pace:
-    """Of one thread, which asks for rests between the chunks that it writes.
+    """Paces one thread, which asks for rests between the chunks that it writes.
 
     Training runs beside it: checksums and copies into the kernel take a core for as long as there are bytes, and a rank
     that has no core to spare is slowed by as much. A rest is as long as the work before it. Who waits for the save ends

@@ -1,4 +1,4 @@
-"""What is loaded from: a committed step, found, kept from deletion, and read as a manifest. Alike on all ranks."""
+"""The source of a load: a committed step, found, kept from deletion, and read as a manifest. Alike on all ranks."""
 
 from __future__ import annotations
 

@@ -70,21 +70,21 @@ class LocalStorage:
         os.mkdir(path)
 
     def names(self, path: str) -> list[str]:
-        """Of a directory's entries; none where it does not exist."""
+        """Lists a directory; empty if it does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
             return []
 
     def names_in(self, path: str) -> list[str] | None:
-        """Of a directory's entries; None of what is none."""
+        """Lists a directory; None if it is none."""
         try:
             return os.listdir(path)
         except OSError:
             return None
 
     def lacks(self, folder: str, name: str) -> bool:
-        """Whether, at one moment, `folder` is a directory with entries and without this one."""
+        """True if, at one moment, `folder` is a directory with entries but without this one."""
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

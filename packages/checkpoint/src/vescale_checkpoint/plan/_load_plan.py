@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes can be read straight into the target's memory."""
+        """True if the bytes can be read straight into the target's memory."""
         return self.run is not None and self.run[0] == self.start and self.run[1] == self.stop
 
 

@@ -40,8 +40,8 @@ _STRANGERS = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", 
 
 
 class Beat(NamedTuple):
-    """What a rank says: a number that grows; its last operation's number and name; whether that is over; the line of
-    the user's program at which its main thread stands, for how many seconds; whether its process has ended."""
+    """A rank's sign of life: a growing count; its last operation's number and name, and whether that is over; the
+    user's line at which its main thread stands, for how many seconds; whether its process has ended."""
 
     count: int
     number: int
@@ -138,11 +138,11 @@ class Presence:
             yield rank, None if data in (None, _MISSING.encode()) else Beat(*json.loads(data))
 
     def last(self, rank: int) -> Beat | None:
-        """What `watch` saw of a rank."""
+        """Returns the last beat of a rank that `watch` saw."""
         return self._seen.get(rank, (None, 0.0))[0]
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank that has beaten is taken for dead."""
+        """True if a rank that has beaten is taken for dead."""
         beat, since = self._seen.get(rank, (None, 0.0))
         if beat is None or beat.has_ended:
             return False
@@ -203,7 +203,7 @@ def _processor_seconds() -> float:
 
 
 def _is_strange(frame: Any) -> bool:
-    """Whether a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
+    """True if a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
     module = frame.f_globals.get("__name__", "")
     is_ours = module.partition("_")[0] == "vescale"
     return is_ours or module.partition(".")[0] == "torch" or frame.f_code.co_filename.startswith(_STRANGERS)

@@ -1,4 +1,4 @@
-"""What ranks tell each other during a save or a load: the one module here that communicates.
+"""Exchange between ranks during a save or a load: the one module here that communicates.
 
 A `Session` is one operation on all ranks of the world. Coordination goes through
 the store of torch.distributed (every backend has one), never through collectives:
@@ -189,7 +189,7 @@ class Session:
     # --- waiting --------------------------------------------------------------------
 
     def _awaited(self, name: str, ask: Callable[[], T | None]) -> T:
-        """What `ask` gives once it gives something. Raises what another rank reported, or PeerError."""
+        """Waits until `ask` gives something, and returns it. Raises what another rank reported, or PeerError."""
         with self._guarded("wait"):
             began = looked = time.monotonic()
             since = 0.0 if self._presence is None else self._presence.watched
@@ -226,7 +226,8 @@ class Session:
             raise self.fail(self._peer_error(odd, name))
 
     def _peer_error(self, odd: dict[int, str], name: str) -> PeerError:
-        """Of ranks and why each will not come; says where all are, as far as that fits."""
+        """Builds the error for ranks that will not come, each with its reason; says where all are, as far as that fits.
+        """
         shown = dict(itertools.islice(odd.items(), _SHOWN))
         first, reason = next(iter(shown.items()))
         more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -271,7 +272,7 @@ class Session:
 
 
 def _remedies(operation: str) -> list[tuple[str, str]]:
-    """Of ranks that do not come."""
+    """Returns remedies for ranks that do not come."""
     return [
         (f"call {operation} on every rank, in the same order", "it is an operation of the whole world"),
         ("look for what ended that rank first", "the last committed step is complete"),
@@ -335,7 +336,7 @@ def _store_of_world(operation: str) -> Any:
 
 
 def in_one_process() -> bool:
-    """Whether the ranks are simulated: threads of one process that take turns, and die together."""
+    """True if the ranks are simulated: threads of one process that take turns, and die together."""
     return dist.is_initialized() and dist.get_backend() == "simulated"
 
 
