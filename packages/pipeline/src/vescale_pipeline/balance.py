@@ -186,7 +186,7 @@ class _Meter:
         self.switch(None)
 
     def switch(self, name: str | None) -> None:
-        """From here on, what happens is of the module `name`."""
+        """Charges costs to the module `name` from here on."""
         if name is not None:
             self.costs.setdefault(name, 0.0)
         self._current = name

@@ -243,7 +243,7 @@ def _messages(table: Table, forward: int, backward: int, sends: bool) -> tuple[T
 
 
 def _transfers(table: Table) -> Tensor:
-    """Of each send and receive, the number of its transfer: one per direction, sending stage and microbatch."""
+    """Numbers the transfer of each send and receive: one per direction, sending stage and microbatch."""
     kind, stage = table.kind, table.stage
     sender = stage - (kind == RECV_F).long() + (kind == RECV_B).long()
     is_backward = (kind == SEND_B) | (kind == RECV_B)

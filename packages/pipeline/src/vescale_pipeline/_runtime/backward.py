@@ -129,8 +129,8 @@ def _owners(roots: Sequence[Tensor], nodes: Iterable[Node]) -> Sequence[Node]:
 
 @cache
 def _do_pythons_nodes_keep_themselves() -> bool:
-    """Whether the node of an autograd Function in Python, a user's or a compiled module's, lives as long as it is held:
-    in torch 2.11 C++ alone owns it, and it ends with the outputs above it."""
+    """Tells whether the node of a Python autograd Function, a user's or a compiled module's, lives as long as it is
+    held: in torch 2.11 C++ alone owns it, and it ends with the outputs above it."""
     with torch.enable_grad():
         root = torch.ones(1, requires_grad=True)
         node = _Same.apply(root).grad_fn

@@ -1,4 +1,4 @@
-"""What a call gives back: the loss, connected to the parameters, so that `loss.backward()` releases the gradients."""
+"""The result of a call: the loss, connected to the parameters, so that `loss.backward()` releases the gradients."""
 
 from __future__ import annotations
 

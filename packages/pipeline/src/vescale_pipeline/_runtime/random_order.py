@@ -30,14 +30,14 @@ def states(device: torch.device) -> States:
 
 
 def set_states(device: torch.device, given: States) -> None:
-    """What `states` gave."""
+    """Sets what `states` returned."""
     torch.set_rng_state(given[0])
     for state in given[1:]:
         torch.get_device_module(device).set_rng_state(state)
 
 
 def digest(device: torch.device) -> int:
-    """Of the states, in 56 bits."""
+    """Digest of the states, in 56 bits."""
     found = b"".join(state.numpy().tobytes() for state in states(device))
     return int.from_bytes(hashlib.blake2b(found, digest_size=7).digest(), "big")
 

@@ -18,7 +18,7 @@ LIBRARIES = frozenset(("transformers.utils.output_capturing",))
 
 
 def captures(module: nn.Module) -> dict[int, Callable]:
-    """Of a module's forward hooks those of this kind, by their ids."""
+    """Returns a module's forward hooks of this kind, by their ids."""
     return {key: hook for key, hook in module._forward_hooks.items() if is_capture(hook)}
 
 

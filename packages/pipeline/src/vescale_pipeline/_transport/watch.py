@@ -34,7 +34,7 @@ class Watched(Protocol):
     ranks: list[int]
 
     def waits(self) -> bool:
-        """Whether a failure of others matters now: in a call, or always where the device runs behind the host."""
+        """True if a failure of others matters now: in a call, or always where the device runs behind the host."""
 
     def wake(self) -> None:
         """Ends all waits of this rank, from another thread."""
@@ -54,7 +54,7 @@ class Pulse:
         self._thread.start()
 
     def add(self, pipeline: Watched) -> None:
-        """From now on; until it is collected, or the process ends."""
+        """Watches from now on; until it is collected, or the process ends."""
         following = pipeline.ranks[(pipeline.ranks.index(self._rank) + 1) % len(pipeline.ranks)]
         for key in (pipeline.faults.key, _beat(following)):  # `multi_get` waits for keys that are not there
             self._store.compare_set(key, "", "")

@@ -1,4 +1,4 @@
-"""What a forward does to the arguments of a call: each of its runs has copies of what it writes to.
+"""Protects a call's arguments from the forward: each of its runs has copies of the tensors it writes to.
 
 A dry run finds which tensors these are, by their versions. When the call has ended, the caller's own take what the last
 stage's runs have left (`call_exchange.share_written`), as on one device. A list, dict or dataclass that a forward

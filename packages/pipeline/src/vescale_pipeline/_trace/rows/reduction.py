@@ -19,7 +19,7 @@ def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tenso
 
 
 def outputs(part: Notes, whole: Notes, times: int, results: tuple[list[Tensor], list[Tensor]]) -> list[int | Tag]:
-    """Of everything that a forward returned: the dim that has the batch's rows, or else its tag."""
+    """Describes everything that a forward returned: the dim that has the batch's rows, or else its tag."""
     if times == 1:
         return [CONSTANT] * len(results[0])
     pairs = list(zip(*results))
@@ -83,7 +83,7 @@ def _repeats_a_row(note: Note, times: int) -> bool:
 
 
 def _place(notes: list[Note], number: int) -> tuple[int, int] | None:
-    """Which function made it, and where among what it made; None of what none did."""
+    """Finds the function that made it, and its place among that one's outputs; None if no function did."""
     made = ((at, place) for at, note in enumerate(notes) for place, out in enumerate(note.outs) if out.number == number)
     return next(made, None)
 

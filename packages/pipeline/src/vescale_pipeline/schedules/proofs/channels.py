@@ -1,4 +1,4 @@
-"""Whether a schedule's transfers can all be completed, under three models of a transport; pure.
+"""Proves whether a schedule's transfers can all be completed, under three models of a transport; pure.
 
 Sends and receives are posted in program order; a compute action waits for what it
 consumes. What the models differ in is which posted transfers may complete:
@@ -31,7 +31,7 @@ Node = tuple[str, int]
 
 @dataclass(frozen=True)
 class Programs:
-    """What ranks post and wait for.
+    """Posts and waits of the ranks.
 
     Arguments:
         events: per rank, in order, 2t where it posts its end of transfer t, and
@@ -43,7 +43,7 @@ class Programs:
     ends: list[tuple[int, int]]
 
     def runs_in_step(self) -> bool:
-        """Whether it completes even if every rank did nothing but its next transfer: then so under every model.
+        """True if it completes even if every rank did nothing but its next transfer: then so under every model.
 
         The usual case, told in one cheap pass.
         """
