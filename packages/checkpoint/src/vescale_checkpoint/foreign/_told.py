@@ -55,8 +55,7 @@ def told(storage: Storage, path: str) -> CheckpointError | None:
 
 
 def _entries(storage: Storage, path: str) -> Iterator[tuple[str, bool]]:
-    """Yields the entries of a directory and its subdirectories, the upper ones first, and whether each is a directory.
-    """
+    """Yields the entries of a directory and its subdirectories, upper ones first, and whether each is a directory."""
     waiting = [""]
     for _ in range(_MOST_ENTRIES):
         if not waiting:

@@ -226,8 +226,7 @@ class Session:
             raise self.fail(self._peer_error(odd, name))
 
     def _peer_error(self, odd: dict[int, str], name: str) -> PeerError:
-        """Builds the error for ranks that will not come, each with its reason; says where all are, as far as that fits.
-        """
+        """Builds the error for ranks that will not come, each with its reason; says where all are, if that fits."""
         shown = dict(itertools.islice(odd.items(), _SHOWN))
         first, reason = next(iter(shown.items()))
         more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""

@@ -147,8 +147,7 @@ class Recorder:
         return out
 
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
-        """Returns a unit's new attributes in its modules, their objects, and lists or dicts of these, as placeholders.
-        """
+        """Returns a unit's new attributes in its modules, their objects, lists and dicts, as placeholders."""
         found = []
         for slot in (*self._kept.changed(unit), *self._kept.containers_changed()):
             place, value = (id(slot.owner), slot.leaf), slot.get()

@@ -25,8 +25,7 @@ class Crossing(NamedTuple):
 
 
 class Learning(Link):
-    """Link of one rank that holds all stages: `crossings` is filled, by kind ("F", "B") and the stage that is reached.
-    """
+    """Link of one rank that holds all stages: fills `crossings`, by kind ("F", "B") and the stage that is reached."""
 
     def __init__(self, *given: Any, crossings: dict[tuple[str, int], Crossing]) -> None:
         super().__init__(*given)
