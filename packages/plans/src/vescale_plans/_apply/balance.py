@@ -74,7 +74,7 @@ def balance_of(plan: PlanFields, mesh: Mesh, model: nn.Module) -> Balance | None
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether all attention says that it is causal, and nothing else is known to mix positions."""
+    """True if all attention says that it is causal, and nothing else is known to mix positions."""
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     if any(isinstance(module, MIXERS) for module in model.modules()) or not all(said):
         return False
@@ -106,8 +106,8 @@ def windows_of(model: nn.Module) -> tuple[int | None, ...]:
 def order_for(
     size: int, ranks: int, windows: tuple[int | None, ...], documents: Documents = ()
 ) -> tuple[int, ...] | None:
-    """Whose each chunk of a sequence is; None: one part per rank, where that is balanced and most keys stay where they
-    are. Every rank has as many chunks as the others."""
+    """Returns the owner of each chunk of a sequence; None for one part per rank, if that is balanced and most keys stay
+    where they are. Every rank has as many chunks as the others."""
     until = _work(size, windows, documents)
     tried: list[tuple[float, tuple[int, ...] | None]] = []
     if None not in windows or documents:

@@ -75,12 +75,12 @@ def join() -> None:
 
 
 def is_fake() -> bool:
-    """Whether the joined world has no processes: torch's fake group, a dry run's."""
+    """True if the joined world has no processes: torch's fake group, a dry run's."""
     return dist.get_backend() == "fake"
 
 
 def _own_index(devices: int) -> int:
-    """Which device is this rank's, of those that it sees."""
+    """Returns this rank's device index, among those that it sees."""
     if devices == 1:  # the only one, or each rank is shown its own
         return 0
     ranks, own = (count(name, 0) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))

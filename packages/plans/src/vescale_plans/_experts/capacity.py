@@ -47,7 +47,7 @@ def counted(chosen: Tensor, experts: int) -> Tensor:
 
 
 def positions(sorted_experts: Tensor) -> Tensor:
-    """Of each row of rows sorted by expert, how many of its expert's come before it."""
+    """Returns, for each row of rows sorted by expert, how many of its expert's come before it."""
     if not len(sorted_experts):
         return sorted_experts
     first = torch.searchsorted(sorted_experts, sorted_experts)

@@ -15,7 +15,7 @@ from .route import Spread
 
 
 def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
-    """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
+    """States of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
     states = []
     for axis, state in enumerate(now):
         if state.is_sharded and state.dim == 0:

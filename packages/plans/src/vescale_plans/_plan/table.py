@@ -126,7 +126,7 @@ class Change:
 
 
 class PlanDiff(tuple):
-    """What `Plan.diff` finds: `Change`s, none for equal plans; prints as a table."""
+    """Result of `Plan.diff`: `Change`s, none for equal plans; prints as a table."""
 
     __slots__ = ()
 

@@ -129,7 +129,7 @@ def _check_unchanged(before: list[tuple[str, Tensor, Tensor]]) -> None:
 
 
 def _is_lent(parameter: Tensor) -> bool:
-    """Whether somebody was given its memory, whose writes its version does not tell."""
+    """True if somebody was given its memory, whose writes its version does not tell."""
     return getattr(parameter.__dict__.get("_owner"), "is_lent", False)
 
 

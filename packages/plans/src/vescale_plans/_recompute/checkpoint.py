@@ -133,7 +133,7 @@ _HOOKS = (
 
 
 class Inside:
-    """What decides how a module and those inside are called: their hooks, the hooks of all modules, `training`."""
+    """All that decides how a module and those inside are called: their hooks, the hooks of all modules, `training`."""
 
     def __init__(self, module: nn.Module) -> None:
         held = [each.__dict__ for each in module.modules()]

@@ -81,7 +81,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
 
 
 def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
-    """Of an optimizer whose code does not take the DTensors themselves."""
+    """Builds the error for an optimizer whose code does not take the DTensors themselves."""
     kind = type(optimizer).__bases__[1]
     why = str(error).strip().partition("\n")[0]
     return PlanError(
@@ -123,7 +123,7 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Sharded(ShardedStates):
-    """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
+    """Methods that `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
 
     _exchange: Exchange | None  # as the last step had it
 
@@ -295,7 +295,7 @@ class Exchange:
         self.waits = any(param.arriving is not None for param in self.params)  # for copies that a step reads
 
     def holds(self, shown: list[list[Tensor]]) -> bool:
-        """Whether the groups are as they were, and the buckets' plain parameters the same objects."""
+        """True if the groups are as they were, and the buckets' plain parameters the same objects."""
         return (
             list(map(len, shown)) == self._sizes
             and all(map(is_, chain.from_iterable(shown), self._shown))

@@ -24,7 +24,7 @@ _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class ShardedStates:
-    """What `parallelize` adds to an optimizer to read and to load its states. A mixin, see `optim.Sharded`."""
+    """Adds to an optimizer the reading and loading of its states. A mixin, see `optim.Sharded`."""
 
     _parallel: DataParallel
     _parameter_names: dict[int, str]
@@ -51,7 +51,7 @@ class ShardedStates:
 
     @property
     def _held_states(self) -> dict[Tensor, dict[str, Any]]:
-        """What the optimizer itself has, where torch's code puts it when it loads."""
+        """The optimizer's own states, where torch's code puts them when it loads."""
         return self.__dict__["state"]
 
     @_held_states.setter
@@ -92,8 +92,8 @@ class ShardedStates:
                         own[name] = self._own_part(own[name], value, param)
 
     def _own_part(self, loaded: Tensor, given: Tensor, param: ShardedParameter) -> Tensor:
-        """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
-        the parameter's shape what torch made of it."""
+        """Returns this rank's part of a loaded state, plain, in the shape in which it steps; if it is not of the
+        parameter's shape, what torch made of it."""
         plain, layout = self._plain_of(param)
         if tuple(given.shape) != layout.shape:
             return loaded
@@ -166,8 +166,8 @@ class ShardedStates:
         return attach(value.detach().view(layout.local_shape), layout)
 
     def _taken_in(self, key: str, value: Tensor, param: ShardedParameter) -> Tensor:
-        """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
-        part, over the same memory where it lies so already; else all of it, plain."""
+        """Converts a tensor that somebody puts into a state: to this rank's part if it has the parameter's shape, over
+        the same memory if it lies so already; else to all of it, plain."""
         if self._on_dtensors:
             return value
         plain, layout = self._plain_of(param)
@@ -227,7 +227,7 @@ class ShardedStates:
 
 
 def _number(value: Any) -> float | None:
-    """What a state that is one number counts."""
+    """Returns the value of a state that is one number."""
     if isinstance(value, Tensor):
         return value.item() if not value.ndim else None
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

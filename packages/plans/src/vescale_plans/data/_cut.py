@@ -1,4 +1,4 @@
-"""Which rows of a global batch are this rank's, and the DTensors of what they were collated to."""
+"""Cuts this rank's rows from a global batch, and makes DTensors of what they were collated to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY_ROW = {
 
 
 def is_by_row(collate: Any) -> bool:
-    """Whether a collate function is known to make of a part of the samples that part of the batch."""
+    """True if a collate function is known to make of a part of the samples that part of the batch."""
     while (inner := getattr(collate, "data_collator", None)) is not None:  # transformers' wrapper, which drops columns
         collate = inner
     kind = collate if hasattr(collate, "__qualname__") else type(collate)

@@ -1,5 +1,5 @@
-"""What of a plan is done to one model's modules, by name: a value, so that a copy of the model, or of a part of it, can
-have the same done to it."""
+"""The part of a plan that is done to one model's modules, by name: a value, so that a copy of the model, or of a part
+of it, can have the same done to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..plan import Boundary, Plan
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a model whose parameters are on the mesh; names are those of its modules."""
+    """Recipe for a model whose parameters are on the mesh; names are those of its modules."""
 
     plan: Plan
     device_mesh: DeviceMesh
@@ -73,20 +73,20 @@ class Recipe:
 
 
 def _below(named: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What concerns a module and those inside it, by their names in it."""
+    """Returns the entries of a module and those inside it, by their names in it."""
     return {one.removeprefix(name).removeprefix("."): value for one, value in named.items()
             if f"{one}.".startswith(f"{name}.")}  # fmt: skip
 
 
 def _inside(decided: Mapping[str, bool], name: str) -> dict[str, bool]:
-    """What holds in a module, and in those inside it, by their names in it."""
+    """Returns the decisions for a module and those inside it, by their names in it."""
     around = [decided[one] for one in decided if f"{name}.".startswith(f"{one}.")]
     return ({"": around[-1]} if around else {}) | _below(decided, name)
 
 
 class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts, and where its
-    activations are, if they are offloaded."""
+    """State of a parallelized model: the plan, the mesh, its buffers, the loss, the experts, and where its activations
+    are, if they are offloaded."""
 
     def __init__(
         self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBoundary | ListBoundary], host: Host | None

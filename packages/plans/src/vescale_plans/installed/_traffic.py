@@ -1,4 +1,4 @@
-"""What a model's first step sends against what its plan's cut weights need: a word in the log, where it is too much.
+"""Compares a first step's traffic with what the plan's cut weights need: a word in the log, if it is too much.
 
 Counted are the collectives of the first forward and those of its backward, but for gradient syncs and gathers of
 sharded parameters; a loss outside of the model is not seen. After the first step nothing of this is left on the model.

@@ -10,7 +10,7 @@ from ..plan import Placements
 
 
 class Megatron(NamedTuple):
-    """What the plan of a decoder is written with.
+    """Placements that the plan of a decoder is written with.
 
     Communication per block and direction over the tensor axis: two all-reduces, or
     with sequence parallelism two all-gathers and two reduce-scatters.

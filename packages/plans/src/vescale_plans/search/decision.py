@@ -1,4 +1,4 @@
-"""What a decision means, in the field's terms: throughput, utilisation, time with its band, where axes lie, schedule.
+"""A decision in the field's terms: throughput, utilisation, time with its band, where axes lie, schedule.
 
 One list of rows, which text and page both print, and what another choice would have lost.
 """
@@ -138,7 +138,7 @@ class Against:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """What the other takes more of, in seconds (less is negative), the most first."""
+        """Terms of which the other takes more, in seconds (less is negative), the most first."""
         own, best = asdict(self.other.cost), asdict(self.chosen.cost)
         changes = ((name, own[name] - best[name]) for name in own)
         return tuple(sorted(((name, more) for name, more in changes if more), key=lambda one: -one[1]))
@@ -179,7 +179,7 @@ def against(request: Request, chosen: Estimate, pin: Mapping[str, Any]) -> Again
 
 
 def _lightest(request: Request, legal: list[Candidate]) -> Estimate:
-    """Of candidates that do not fit, the one that needs the least."""
+    """Returns the candidate that needs the least, of those that do not fit."""
     pricer = Pricer(replace(request, limit=inf))
     held = ((memory.total, one) for one in legal if (memory := pricer.least(one)) is not None)
     _, candidate = min(held, default=(0, legal[0]))

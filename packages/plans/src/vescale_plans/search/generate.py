@@ -195,7 +195,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of most of the model's parameters; float32 without any."""
+    """Returns the dtype of most of the model's parameters; float32 without any."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -301,8 +301,8 @@ def _again(structure: Structure, inside: Sequence[str], blocks: Sequence[str]) -
 
 
 def _kept_full(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:
-    """What a plan says of its experts, which every rank of the data axis has: rows stay where they are, and each rank
-    computes its own. Of experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
+    """Keeps experts whole on the data axes, so that rows stay where they are, and each rank computes its own. Of
+    experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
     stacked = {name for one in structure.experts for name in one.parameters}
     said = {
         name: {**_said(parameters, name), axis: Replicate()} if name in stacked else None for name in structure.shapes

@@ -114,11 +114,11 @@ class Stages:
         return (self.total - self.longest) / self.virtual
 
     def seconds(self, microbatches: int) -> float:
-        """Of one step, transfers aside."""
+        """Seconds of one step, transfers aside."""
         return self.total / self.virtual + (microbatches - 1 / self.virtual) * self.longest
 
     def held(self, parts: int) -> list[int]:
-        """Of so many parts, those of the fullest rank."""
+        """Returns the parts of the fullest rank, of so many."""
         bounds, ranks = [*self.starts, parts], len(self.starts) // self.virtual
         stages = range(self.fullest, len(self.starts), ranks)
         return [at for stage in stages for at in range(*bounds[stage : stage + 2])]
@@ -153,7 +153,7 @@ def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Mom
     befores = {at for turn in turns for at in (turn - 1, turn, turn + 1)}
 
     def done(count: int, place: int) -> int:
-        """Of the first `count` forwards, or backwards, those of the stage that comes at this place."""
+        """Counts a stage's share of the first `count` forwards, or backwards, by its place."""
         laps, rest = divmod(count, lap)
         return laps * ranks + min(ranks, max(0, rest - place * ranks))
 
@@ -168,14 +168,14 @@ def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Mom
 
 
 def _is_within(one: Moment, other: Moment) -> bool:
-    """Whether nothing is held at the one that is not at the other, which is another."""
+    """True if one holds nothing that the other, a different one, does not."""
     if one == other or one.stage != other.stage:
         return False
     return all(map(le, one.flight, other.flight)) and all(map(le, one.summed, other.summed))
 
 
 def held_at(loads: Sequence[Load], among: Sequence[Moment]) -> Iterator[Total]:
-    """What a rank with these stages holds when backwards begin and when they end, beyond what is static."""
+    """Yields what a rank with these stages holds when backwards begin and when they end, beyond what is static."""
     for flight, summed, stage in among:
         one, kept, gradients = loads[stage], 0, 0
         for load, count, there in zip(loads, flight, summed):
@@ -250,7 +250,7 @@ class Cutter:
         return self.made(starts)
 
     def _beyond(self, longest: float, best: float) -> bool:
-        """Whether a cut with a stage that long takes more than `best`."""
+        """True if a cut with a stage that long takes more than `best`."""
         return self._time[-1] + (self.microbatches - 1) * longest > best
 
     def even(self) -> Stages | None:

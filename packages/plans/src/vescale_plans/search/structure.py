@@ -60,7 +60,7 @@ def _owners(spans: tuple[Span, ...], part: int) -> list[int | None] | None:
 
 
 def _dealt_out(owners: list[int | None], degree: int) -> tuple[int, ...] | None:
-    """Whose each of the fewest equal chunks is; None where parts have not as many units each."""
+    """Returns the owner of each of the fewest equal chunks; None if parts have not as many units each."""
     known = next(owner for owner in owners if owner is not None)
     whose = [known := known if owner is None else owner for owner in owners]
     if any(whose.count(part) * degree != len(whose) for part in range(degree)):
@@ -176,8 +176,8 @@ class Group:
 
     @property
     def is_dealt_out(self) -> bool:
-        """Whether a weight holds parts of several sizes: whoever cuts these apart may find them too few for its ranks,
-        as the shared keys of grouped heads are, where one that holds them by themselves would stay whole."""
+        """True if a weight holds parts of several sizes: cut apart, these may be too few for the ranks, as the shared
+        keys of grouped heads are, which would stay whole if held by themselves."""
         cuts = (placement for degree in self.degrees for _, placement in self.split(degree).values())
         return any(isinstance(one, InterleavedShard) and one.order is not None for one in cuts)
 
@@ -272,7 +272,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Structure:
-    """What probing found. A value: no tensor, no module, equal for equal models.
+    """Findings of probing. A value: no tensor, no module, equal for equal models.
 
     Arguments:
         shapes: parameter -> shape.
@@ -368,7 +368,7 @@ class Structure:
 
     @property
     def selections(self) -> tuple[tuple[str, ...], ...]:
-        """What is tried in place of whole blocks: all modules without a matrix (norms), and these with one that has."""
+        """Alternatives to whole blocks: all modules without a matrix (norms), and these with one that has."""
         light = tuple(sorted(name for name, matrices in self.inside.items() if not matrices))
         heavy = [name for name, matrices in self.inside.items() if matrices]
         return tuple(one for one in (light, *((*light, name) for name in heavy[:MOST_HEAVY])) if one)

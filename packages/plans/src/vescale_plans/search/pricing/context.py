@@ -46,7 +46,7 @@ def meeting_seconds(
 
 
 def meeting_bytes(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int, seq: int) -> float:
-    """Of blocks of others that a rank holds at a time."""
+    """Bytes of others' blocks that a rank holds at a time."""
     if candidate.cp == 1:
         return 0.0
     found = [0.0]

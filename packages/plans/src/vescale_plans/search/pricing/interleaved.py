@@ -132,7 +132,7 @@ class Interleaved:
         return [self._time[stop] - self._time[start] for start, stop in pairwise([*starts, len(self.parts)])]
 
     def _longest(self, times: Sequence[float]) -> float:
-        """Of each lap the longest stage, together."""
+        """Sums the longest stage of each lap."""
         return sum(max(times[lap : lap + self.count]) for lap in range(0, len(times), self.count))
 
     def _seconds(self, times: Sequence[float]) -> float:

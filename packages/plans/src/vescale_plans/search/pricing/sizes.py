@@ -25,7 +25,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Branch:
-    """What lies between the stream and the stream again.
+    """A branch of the residual stream, from the stream back to it.
 
     Arguments:
         stream: width of the stream.
@@ -46,7 +46,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step of a structure, or of a part of one, holds on to.
+    """Memory that a step of a structure, or of a part of one, holds on to.
 
     Arguments:
         kept, streams: of all blocks together: for backward, and where they are computed again.
@@ -250,6 +250,6 @@ def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[
 
 
 def _together(blocks: Sequence[Block], name: str) -> Inside:
-    """Of the modules of that name in all these blocks."""
+    """Sums the modules of that name in all these blocks."""
     found = [block.inside[name] for block in blocks if name in block.inside]
     return Inside(summed(one.saved for one in found), summed(one.made for one in found))

@@ -1,4 +1,4 @@
-"""What probing tells of: a model's contractions, the taints put into them, and where these arrived.
+"""Data of probing: a model's contractions, the taints put into them, and where these arrived.
 
 From these it follows which contractions may be split together: sources by their out features, and the sink by its in
 features (`paired`).
@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 @dataclass
 class Call:
-    """What one forward showed of a contraction.
+    """One contraction, as one forward showed it.
 
     Arguments:
         key: see `Key`.
@@ -79,7 +79,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Influence:
-    """What a contraction's out features reach of one other's in features.
+    """Reach of a contraction's out features in another one's in features.
 
     Arguments:
         unit: neighbouring out features that were tainted together.
@@ -91,7 +91,7 @@ class Influence:
 
     @cached_property
     def is_mixing(self) -> bool:
-        """What lies between sees all features together: every unit that reaches any reaches the same."""
+        """True if what lies between sees all features together: every unit that reaches any reaches the same."""
         hit = self.reach[self.reach.any(1)]
         return bool((hit == hit[:1]).all()) and (len(hit) > 1 or bool(hit.all()))
 
@@ -148,7 +148,7 @@ class Findings:
     tied: tuple[tuple[str, ...], ...] = ()
 
     def is_later(self, key: Key) -> bool:
-        """Whether it is of a block that has a like before it."""
+        """True if it is of a block that has a like before it."""
         return self.like.get(key[0], key)[0] != key[0]
 
 

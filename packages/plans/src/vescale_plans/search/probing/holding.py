@@ -1,4 +1,4 @@
-"""What a training step holds on to: counted, tensor by tensor, from one step of a few blocks without values.
+"""Counts what a training step holds on to, tensor by tensor, from one step of a few blocks without values.
 
 The model itself is run, forward and backward (`step.py`), with as many rows as two and as four; what grows with the
 rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
@@ -149,7 +149,8 @@ def _began(run: Step, block: str) -> list[tuple[str, int]]:
 
 
 def _again(run: Step, block: str, amounts: Sequence[Amount]) -> Mapping[str, Inside]:
-    """Of the modules that a block calls. What those of a name are given in all blocks (a mask) is held by the first."""
+    """Memory of the modules that a block calls. What those of a name are given in all blocks (a mask) is held by the
+    first."""
     handed = set().union(*run.taken.values())
     found = {}
     for place, (start, stop, begins) in run.calls.items():
@@ -173,7 +174,7 @@ def _again(run: Step, block: str, amounts: Sequence[Amount]) -> Mapping[str, Ins
 
 
 def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amount:
-    """From one tensor's sizes with two and four rows, and with four of twice the positions."""
+    """Fits an amount to one tensor's sizes with two and four rows, and with four of twice the positions."""
     low, high = ROWS
     row = (many.size - few.size) / (high - low)
     fixed = max(0.0, many.size - high * row)

@@ -1,4 +1,4 @@
-"""Which features of one contraction reach which of others: tests, packed into as few forwards as can be.
+"""Finds which features of one contraction reach which of others: tests, packed into as few forwards as can be.
 
 Each row of a batch carries a test, where rows can be told apart. What a test costs is a row of all that runs between
 contractions, and a forward at least where rows cannot: so few tests are asked first (three samples of each source), and
@@ -159,7 +159,7 @@ class Influences:
     def _in_rows(
         self, tests: Iterable[Test], apart: Mapping[Key, frozenset[Key]], bridge: bool, *, is_sample: bool = False
     ) -> _Rows:
-        """What each test reached, in order by source and sink; of sinks that are told `apart`, among these only."""
+        """Returns each test's reach, in order by source and sink; of sinks that are told `apart`, among these only."""
         calls = self._findings.calls
         packed: list[Test] = []
         alone: list[Test] = []
@@ -213,12 +213,12 @@ class Influences:
                         reach[at] = reach[at] | hit
 
     def _is_more(self, known: Mapping[Key, Sequence[Tensor]], source: Key, seen: Reached, row: int) -> bool:
-        """Whether a sink was met where none of the tests before met it."""
+        """True if a sink was met where none of the tests before met it."""
         hits = [(hit, known.get(sink, ())) for sink, hit in self._hits(source, seen, row)]
         return any(bool((hit & ~torch.stack(before).any(0)).any() if before else hit.any()) for hit, before in hits)
 
     def _hits(self, source: Key, seen: Reached, row: int) -> Iterator[tuple[Key, Tensor]]:
-        """What a test met of each sink of its source."""
+        """Yields what a test met of each sink of its source."""
         for sink, call in self._findings.calls.items():
             if (sink != source or call.stack) and call.in_features:
                 none = torch.zeros(call.in_features, dtype=torch.bool)
@@ -272,8 +272,8 @@ class Influences:
         return self.taints(1, {}, [Test(key, torch.arange(self._size(key))) for key in keys])
 
     def _reaching(self, keys: Sequence[Key], hidden: set[Key]) -> Iterator[Key]:
-        """Of these those that reach a hidden sink, or what selects: by halves, for no stub hands a taint on, so that
-        several together reach what one of them does."""
+        """Yields those of these that reach a hidden sink, or what selects: by halves, for no stub hands a taint on, so
+        that several together reach what one of them does."""
         routers = self._findings.routers
         yield from [key for key in keys if key in routers]
         waiting = [[key for key in keys if key not in routers]]
@@ -310,12 +310,12 @@ def _apart(tests: Sequence[Test], sinks: Mapping[Key, frozenset[Key]]) -> Iterat
 
 
 def _structured(reaches: Reaches) -> dict[Key, frozenset[Key]]:
-    """Of each source, the sinks that do not mix its features."""
+    """Returns, for each source, the sinks that do not mix its features."""
     return {key: frozenset(s for s, i in sinks.items() if not i.is_mixing) for key, sinks in reaches.items()}
 
 
 def _mixes(reached: Mapping[Key, Sequence[Tensor]]) -> bool:
-    """Whether some sink shows already that this is no source to split, whatever else it reaches."""
+    """True if some sink shows already that this is no source to split, whatever else it reaches."""
     return any(_any(reach) and Influence(1, torch.stack(list(reach))).is_mixing for reach in reached.values())
 
 

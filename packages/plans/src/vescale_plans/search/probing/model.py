@@ -74,8 +74,8 @@ def _values(buffer: Tensor) -> Tensor:
 
 @contextmanager
 def values_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward writes into buffers is put back, and so is what it puts in a parameter's place, as one does that
-    casts a layer of its own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
+    """Restores buffers that a forward writes, and parameters that it replaces, as one does that casts a layer of its
+    own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
     parameters = [(parameter, parameter.detach()) for parameter in model.parameters()]
     kept = [
         (module, name, buffer, buffer.clone())

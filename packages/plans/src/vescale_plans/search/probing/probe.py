@@ -146,7 +146,7 @@ class _Prober:
         }
 
     def _only_mixes(self, key: Key) -> bool:
-        """Whether it reaches something, and nothing feature by feature."""
+        """True if it reaches something, and nothing feature by feature."""
         reached = self.findings.influences.get(key, {})
         return bool(reached) and all(one.is_mixing for one in reached.values())
 
@@ -163,7 +163,7 @@ class _Prober:
         found.vectors = vectors_reach(sizes, whole, found.calls, frozenset(paired(found)), self._met)
 
     def _met(self, entries: Mapping[str, Tensor], among: frozenset[Key] | None) -> dict[Key, Tensor]:
-        """What these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
+        """Returns what these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
         self.forwards.operands.tainted = entries
         try:
             reached = self.forwards.run(1, calls=self.findings.calls, until=among).reached
@@ -174,7 +174,7 @@ class _Prober:
         }
 
     def _positions(self) -> None:
-        """Whether what the residual stream carries at one position stays there."""
+        """Finds whether what the residual stream carries at one position stays there."""
         positions = self.sample.positions
         if positions is None or positions < 3:
             return

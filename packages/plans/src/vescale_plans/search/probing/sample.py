@@ -1,4 +1,4 @@
-"""What a model is called with while it is probed: one row of a batch, as often as needed.
+"""Input of a model while it is probed: one row of a batch, as often as needed.
 
 Most inputs have the batch's rows first. Where the first dim of one is of another size, all rows may share it (a table
 of places), or have as many entries of it each (the patches of images, one image after the other): both are tried.
@@ -103,7 +103,8 @@ class Sample:
 
     @property
     def positions(self) -> int | None:
-        """Of the first integer tensor [batch, positions], or the first numbers [batch, positions, features]."""
+        """Positions of the first integer tensor [batch, positions], or the first numbers [batch, positions,
+        features]."""
         tensors = [*enumerate(tensors_in((self.args, dict(self.kwargs))))]
         for fits in (_is_one, bool):  # what has several entries a row tells where nothing else does
             for place, tensor in tensors:
@@ -117,7 +118,7 @@ def _is_one(entries: int) -> bool:
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether it is integers, [1, ...], that turned by one position are what they were."""
+    """True if it is integers, [1, ...], that a turn by one position leaves as they were."""
     if tensor.ndim < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
     return torch.equal(tensor, tensor.roll(1, -1))
