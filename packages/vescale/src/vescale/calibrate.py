@@ -195,7 +195,7 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
 
 
 def _after(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
-    """Of a collective that all ranks come to at once, each after it computed."""
+    """Times a collective that all ranks come to at once, each after it computed."""
     seconds = 0.0
     for _ in range(repeat):
         given = None if probe.before is None else probe.before()

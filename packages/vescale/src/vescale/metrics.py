@@ -215,7 +215,7 @@ def metrics(
 
 
 class Meter:
-    """What `metrics` gives."""
+    """Result of `metrics`."""
 
     def __init__(
         self, model: nn.Module, writers: tuple[Writer, ...], every: int, flops: float | None, peak: float | None
@@ -262,7 +262,8 @@ class Meter:
         self._start, self._tokens, self._told, self._waited, self._norm = time.perf_counter(), 0, 0, 0.0, None
 
     def _watch_calls(self) -> Any:
-        """What removes it again. Of a pipeline hooks see each microbatch, so that its call itself is watched."""
+        """Installs the hook on calls; returns what removes it again. Of a pipeline hooks see each microbatch, so that
+        its call itself is watched."""
         run = self._model.__dict__.get("_call_impl")
         if not isinstance(run, Runtime):
             return self._model.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True)

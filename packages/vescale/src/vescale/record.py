@@ -77,7 +77,7 @@ def record(
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank holds of the tensor at a place: which part, its summary, and, where kept, its values."""
+    """One rank's part of the tensor at a place: its position, its summary, and, where kept, its values."""
 
     part: tuple
     dtype: str
@@ -87,7 +87,7 @@ class Row:
 
 
 class Recorder:
-    """What `record` gives."""
+    """Result of `record`."""
 
     def __init__(self, model: nn.Module, path: Path, keep: tuple[str, ...]) -> None:
         self._model, self._path, self._keep = model, path, keep
@@ -127,7 +127,7 @@ class Recorder:
         self._write()
 
     def finish(self) -> None:
-        """What was computed after the last step."""
+        """Writes what was computed after the last step."""
         if any(self._everywhere(bool(self._noted), "the record was finished")):
             self._write()
 

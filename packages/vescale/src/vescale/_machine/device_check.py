@@ -1,4 +1,5 @@
-"""Whether the accelerators of all ranks reach each other: collectives of their own backend (NCCL), with a bound."""
+"""Tries whether the accelerators of all ranks reach each other: collectives of their own backend (NCCL), with a
+bound."""
 
 from __future__ import annotations
 

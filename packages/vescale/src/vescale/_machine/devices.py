@@ -14,7 +14,7 @@ from vescale_plans.search.pricing.profiles import PROFILES
 
 @dataclass(frozen=True)
 class Device:
-    """What is calibrated.
+    """A device to calibrate.
 
     Arguments:
         kind: "cuda" or "cpu".

@@ -1,4 +1,4 @@
-"""What a calibration times: matrix products, operators, attention and collectives, each at a few sizes.
+"""Probes that a calibration times: matrix products, operators, attention and collectives, each at a few sizes.
 
 A probe is a function that does one of them on tensors that are there already; results are allocated anew, as in a
 model. Sizes are bytes read and written, as `vescale_plans.timeline` counts them, operations for attention, and bytes
@@ -256,7 +256,7 @@ def waits(dtype: torch.dtype, device: torch.device, base: int) -> Iterator[Probe
 
 
 def sends(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
-    """From each rank to its neighbour and back, all pairs at once: half of it is a send."""
+    """Sends from each rank to its neighbour and back, all pairs at once: half of it is a send."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     other = rank ^ 1
     for nbytes in MESSAGES[:-1]:

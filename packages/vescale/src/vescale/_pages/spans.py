@@ -1,4 +1,4 @@
-"""What the spans of all ranks say together: exposed collectives, who came last, a pipeline's actions as simulated."""
+"""Joins the spans of all ranks: exposed collectives, who came last, a pipeline's actions as simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages look alike in: one colour and one meaning for each part of a step, and their legend."""
+"""Common style of the pages: one colour and one meaning for each part of a step, and their legend."""
 
 from __future__ import annotations
 

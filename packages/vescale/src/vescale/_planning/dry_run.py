@@ -86,7 +86,7 @@ def _first_part(batch: Any, count: int) -> Any:
 
 
 def _stages(link: Callable[..., Link]) -> Callable[[Callable[[str], None]], Callable]:
-    """What `vescale_plans.dry_run` takes."""
+    """Builds the pipeline argument of `vescale_plans.dry_run`."""
 
     def told(phase: Callable[[str], None]) -> Callable:
         def beginning(action: Action | str) -> None:

@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def call(self) -> int:
-        """Which call of the module within the step: the microbatch."""
+        """Call of the module within the step: the microbatch."""
         return self.place[2]
 
     @property

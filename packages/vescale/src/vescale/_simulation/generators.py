@@ -87,7 +87,7 @@ numpys = Generator(
 
 
 def places() -> tuple[Place, Place | None]:
-    """Of both; None where the program does not use numpy."""
+    """States of both; None if the program does not use numpy."""
     return pythons.now(), numpys.now() if "numpy" in sys.modules else None
 
 

@@ -60,13 +60,14 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
 
 
 class Planned:
-    """What `parallelize` adds to an Accelerator. A mixin: accelerate's own class follows in the order of resolution."""
+    """Methods that `parallelize` adds to an Accelerator. A mixin: accelerate's own class follows in the order of
+    resolution."""
 
     plan: Plan
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Of the one process that computes: accelerate distributes nothing. `state` tells of the ranks."""
+        """Type of the one process that computes: accelerate distributes nothing. `state` tells of the ranks."""
         return DistributedType.NO
 
     @property
@@ -76,8 +77,8 @@ class Planned:
 
     @property
     def process_index(self) -> int:
-        """Of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it. Which
-        rank prints and writes is told by `is_main_process`."""
+        """Index of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it.
+        Which rank prints and writes is told by `is_main_process`."""
         return 0
 
     @property
@@ -188,7 +189,7 @@ class Planned:
         return path
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """What `save_state` wrote, under any plan; a model that a hook took away is left as it is."""
+        """Loads what `save_state` wrote, under any plan; a model that a hook took away is left as it is."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(_numbered(_folder(self, None))), None)
         folder = _folder(self, input_dir)

@@ -88,7 +88,7 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _old_name(name: str, prefix: str) -> str:
-    """What a parameter of the base model was called before it was adapted."""
+    """Returns the name that a parameter of the base model had before it was adapted."""
     return _WRAPPER.sub("", name.removeprefix(prefix))
 
 

@@ -50,7 +50,8 @@ def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
 
 
 class Planned:
-    """What `parallelize` adds to a Trainer. A mixin: the trainer's own class follows in the order of resolution."""
+    """Methods that `parallelize` adds to a Trainer. A mixin: the trainer's own class follows in the order of
+    resolution."""
 
     plan: Plan
     _whole: dict[str, torch.Tensor] | None = None
@@ -93,7 +94,7 @@ class Planned:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """What `_save_optimizer_and_scheduler` wrote, under any plan."""
+        """Loads what `_save_optimizer_and_scheduler` wrote, under any plan."""
         if checkpoint is None:
             return
         folder = os.path.join(checkpoint, FOLDER)
