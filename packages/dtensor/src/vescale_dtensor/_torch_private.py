@@ -88,7 +88,7 @@ _make_grads = torch.autograd._make_grads
 
 
 def replace_make_grads(how: Callable[..., tuple[Tensor | None, ...]]) -> None:
-    """From now on torch calls `how` for it. Instead: as above."""
+    """Makes torch call `how` for it from now on. Instead: as above."""
     torch.autograd._make_grads = how
 
 
@@ -231,7 +231,7 @@ _set_default_tensor_type = torch._C._set_default_tensor_type
 
 
 def replace_set_default_tensor_type(how: Callable[[Any], None]) -> None:
-    """From now on torch calls `how` for it. Instead: none; it is deprecated."""
+    """Makes torch call `how` for it from now on. Instead: none; it is deprecated."""
     torch._C._set_default_tensor_type = how
 
 
@@ -251,7 +251,7 @@ _get_default_store = distributed_c10d._get_default_store
 
 
 def replace_check_tensor_list(how: Callable[[Any, str], None]) -> None:
-    """From now on torch's collectives call `how` for it. Instead: collectives that ask `__torch_function__`."""
+    """Makes torch's collectives call `how` for it from now on. Instead: collectives that ask `__torch_function__`."""
     distributed_c10d._check_tensor_list = how
 
 

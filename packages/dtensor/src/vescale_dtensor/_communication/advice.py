@@ -1,4 +1,4 @@
-"""What of a step's traffic a boundary or a rule would save: by cause, with the line."""
+"""Finds the part of a step's traffic that a boundary or a rule would save: by cause, with the line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """What `Trace.advice()` gives; printed, it is the answer.
+    """Result of `Trace.advice()`; printed, it is the answer.
 
     Arguments:
         sent: collectives beside gradient syncs and gathers of sharded parameters.

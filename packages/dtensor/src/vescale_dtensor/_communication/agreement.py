@@ -1,4 +1,4 @@
-"""Whether all ranks gave the same, to the last bit, and where not."""
+"""Checks that all ranks gave the same, to the last bit, and says where not."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ _MOST_KNOWN = 4096
 
 
 class Board:
-    """What a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the world."""
+    """Memory that a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the
+    world."""
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int]) -> None:
         self._name, self._rank, self._ranks = group_name, rank, ranks
@@ -117,7 +118,7 @@ class Board:
             self._is_listed = False
 
     def _are_here(self, place: int, cell: int) -> bool:
-        """Whether all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
+        """True if all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 

@@ -1,4 +1,4 @@
-"""Which ranks of this machine ended without a word: by SIGKILL (as where memory runs out), a crash, or `os._exit`.
+"""Finds ranks of this machine that ended without a word: by SIGKILL (as where memory runs out), a crash, or `os._exit`.
 
 Such a process tells nobody, and the others see a broken connection, often that of a third rank which followed it. So
 each rank leaves its process's id in the store, once, and whoever finds a connection lost looks whether its neighbours'
@@ -42,7 +42,7 @@ def _key(machine: str) -> str:
 
 
 def _machine() -> str | None:
-    """Of all processes whose ids mean the same here; None where that cannot be told."""
+    """Name of the processes among which ids mean the same; None if that cannot be told."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     return None

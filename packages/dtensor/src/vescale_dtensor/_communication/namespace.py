@@ -32,14 +32,14 @@ _RANDOM = 16
 
 
 class Namespace(NamedTuple):
-    """Of one world. `store`: the world's, under `name`."""
+    """Names of one world. `store`: the world's, under `name`."""
 
     name: str
     store: dist.Store
 
 
 class _Word:
-    """What rank 0 says, on its way."""
+    """Rank 0's word, on its way."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         # The last byte tells that all have come: to ask gloo's receive is to wait for it.

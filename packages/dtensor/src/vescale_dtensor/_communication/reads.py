@@ -1,4 +1,4 @@
-"""What the host reads (`item`, `tolist`, `bool`, ...) travels in messages of its own, which meet nothing but reads.
+"""Sends what the host reads (`item`, `tolist`, `bool`, ...) in messages of its own, which meet nothing but reads.
 
 A read of a sharded or partial tensor is a collective, and code that one rank alone runs (`if rank == 0:
 print(loss.item())`) would meet whatever the other ranks come to next: numbers would change hands, and nobody would
@@ -36,7 +36,7 @@ _MOST_TEXT = 512
 
 
 class Messages:
-    """Of a process group, the collectives that a read needs, by messages with a tag. They are over when they return."""
+    """Collectives of a process group that a read needs, by messages with a tag. They are over when they return."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._rank, self._count = group, group.rank(), group.size()

@@ -115,7 +115,7 @@ def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> 
 
 
 def _is_cut(layout: Layout, dim: int) -> bool:
-    """Whether the dim is an activation's sequence: places, labels and masks of the model's own have two dims."""
+    """True if the dim is an activation's sequence: places, labels and masks of the model's own have two dims."""
     now = _running[-1]
     return layout.mesh is now.mesh and layout.ndim > 2 and layout.axes_of(dim) == (now.axis,)
 

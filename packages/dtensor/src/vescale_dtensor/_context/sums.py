@@ -1,4 +1,4 @@
-"""What tiles give, summed: gradients, and results by the log of their sums of exponentials."""
+"""Sums the results of tiles: gradients, and outputs by the log of their sums of exponentials."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Merged:
         before.copy_(total)
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What all tiles give together, and the log of the sum of exponentials."""
+        """Returns the output of all tiles together, and the log of the sum of exponentials."""
         if self._out is None:
             self._make_room()
         return self._out.to(dtype), self._lse

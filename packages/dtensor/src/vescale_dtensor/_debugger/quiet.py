@@ -49,7 +49,7 @@ def unstopped(doing: str) -> Iterator[None]:
 
 
 def is_unstopped() -> bool:
-    """Whether a breakpoint is to be passed by; notes the line."""
+    """True if a breakpoint is to be passed by; notes the line."""
     if _doing is not None:
         _pass_by(_doing)
         return True

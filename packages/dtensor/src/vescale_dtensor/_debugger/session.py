@@ -1,4 +1,4 @@
-"""What ranks tell each other while they stand at a line: a log of commands in the store.
+"""Exchange between ranks that stand at a line: a log of commands in the store.
 
 The driving rank writes what was typed, number after number; every rank executes the log in order and answers each
 entry. So a rank that comes late, while the others still stand there, executes what it missed first. Nothing is sent
@@ -114,7 +114,7 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the driver has gone on already."""
+        """True if the driver has gone on already."""
         return self.size > 1 and self.wire.has(f"{self.name}/end")
 
     @property
@@ -139,7 +139,7 @@ class Stop:
             tell(f"rank {rank} has not come to this line: {where}")
 
     def answer(self, text: str) -> None:
-        """What this rank has to say before the next command."""
+        """Says this rank's word before the next command."""
         if self.size > 1:
             self.wire.put(f"{self.name}/out/{self.number}/{self.rank}", text)
 
@@ -222,7 +222,7 @@ class Stop:
         return self._beats is not None and rank in self._beats.gone
 
     def has_executed(self, rank: int) -> bool:
-        """Whether a rank is through with the command that this one executes."""
+        """True if a rank is through with the command that this one executes."""
         return self.wire.has(f"{self.name}/out/{self.number}/{rank}")
 
     def _came(self) -> set[int]:
@@ -321,7 +321,7 @@ class Beats:
 
 
 class NoBeats:
-    """Of ranks that live and end together."""
+    """Signs of life of ranks that live and end together."""
 
     def __init__(self, *_: Any) -> None:
         self.gone: set[int] = set()
@@ -340,7 +340,7 @@ def answer_where(store: dist.Store, rank: int, answered: str | None, place: Call
 
 
 def is_open(store: dist.Store) -> bool:
-    """Whether a person debugs: then others wait, and do not hang."""
+    """True if a person debugs: then others wait, and do not hang."""
     return Wire(store).get("open") == "1"
 
 

@@ -1,4 +1,4 @@
-"""What dispatch refuses, for its result would be wrong without a word (design, section 3)."""
+"""Refusals of dispatch: results that would be wrong without a word (design, section 3)."""
 
 from __future__ import annotations
 

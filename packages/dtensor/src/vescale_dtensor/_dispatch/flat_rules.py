@@ -50,7 +50,7 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
 
 
 def _stays(traits: Trait, call: Call) -> bool:
-    """Whether the local function of flat shards is the flat shard of the function."""
+    """True if the local function of flat shards is the flat shard of the function."""
     if Trait.DRAWS in traits:
         return False
     named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself

@@ -77,7 +77,7 @@ def plain_in_place(function: Callable) -> Decision:
 
 
 def _is_replaced(own: Tensor, source: Any) -> bool:
-    """Whether all of `own` is written by what is cut, and is nobody else's memory."""
+    """True if all of `own` is written by what is cut, and is nobody else's memory."""
     if type(own) is not Tensor or own._base is not None or own.requires_grad or type(source) is not DTensor:
         return False
     if own.shape != source.shape or not own.is_contiguous() or not _cuts(source._layout):

@@ -64,7 +64,7 @@ def in_order(
         return wanted if wanted is not None and _may_lay(result, wanted) else None
 
     def laid(result: Tensor, key: tuple, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> Tensor:
-        """Of strides that are met for the first time, or that give the result others."""
+        """Lays out a result as strides require that are met for the first time, or that give the result others."""
         if key not in known:
             if len(known) >= _MOST:
                 known.clear()
@@ -144,6 +144,6 @@ def _is_given(result: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def _may_lay(result: Tensor, wanted: tuple[int, ...]) -> bool:
-    """Whether these are other strides, and for dims of one index alone."""
+    """True if these are other strides, and for dims of one index alone."""
     own = result.stride()
     return own != wanted and all(one == other for one, other, size in zip(own, wanted, result.shape) if size > 1)

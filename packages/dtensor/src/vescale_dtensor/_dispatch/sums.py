@@ -158,7 +158,7 @@ def _read(tensor: Tensor, target: Layout, function: Any) -> Tensor:
 
 
 def _is_only_pass() -> bool:
-    """Whether gradients are recorded in no other pass of this code: none of a checkpoint's two is such a one."""
+    """True if no other pass of this code records gradients: neither of a checkpoint's two is such a one."""
     return is_grad_enabled() and _saved_tensors_hooks(True) is None and _current_graph_task_id() == -1
 
 
@@ -181,7 +181,7 @@ def _make_partial(tensor: Tensor, layout: Layout) -> None:
 
 
 def _is_zeros(tensor: Tensor) -> bool:
-    """Whether it was made of zeros, is as it was made, and is nobody else's memory."""
+    """True if it was made of zeros, is as it was made, and is nobody else's memory."""
     if not tensor.__dict__.get("_zeros") or tensor.requires_grad:
         return False
     with local_only():

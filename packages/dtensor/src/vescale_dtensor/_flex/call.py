@@ -20,8 +20,8 @@ from .captured import captured, replaced
 
 
 class Form:
-    """What is asked for beside the operands. Two are equal where the same is decided for them; what is compared
-    outlives the call in dispatch's cache, and users' functions, with their tensors, do not (`release`)."""
+    """Options beside the operands. Two are equal where the same is decided for them; what is compared outlives the call
+    in dispatch's cache, and users' functions, with their tensors, do not (`release`)."""
 
     def __init__(self, given: dict[str, Any], held: list[Tensor]) -> None:
         self.score_mod: Callable | None = given["score_mod"]

@@ -44,7 +44,7 @@ def cut(state: State, size: int, count: int) -> tuple[Ranges, ...]:
 
 
 def _ordered(rank: int, order: tuple[int, ...], group: int, groups: int) -> Ranges:
-    """Of each group the chunks that are this rank's."""
+    """Returns this rank's chunks of each group."""
     chunk = -(-group // len(order))
     found = [
         (g * group + min(at * chunk, group), g * group + min((at + 1) * chunk, group))
@@ -56,7 +56,7 @@ def _ordered(rank: int, order: tuple[int, ...], group: int, groups: int) -> Rang
 
 
 def cut_ranges(placement: Shard | InterleavedShard, size: int, count: int) -> tuple[Ranges, ...]:
-    """What each rank holds of a dim of `size` under a public placement."""
+    """Returns each rank's part of a dim of `size` under a public placement."""
     return cut(state_of(placement), size, count)
 
 
@@ -153,7 +153,7 @@ def local_offset(ranges: Ranges, index: int) -> int:
 
 
 def divides(state: State, size: int) -> bool:
-    """Whether a dim of `size` can be cut by `state` at all: whole groups, whole units."""
+    """True if a dim of `size` can be cut by `state` at all: whole groups, whole units."""
     if state.units is not None:
         total = sum(state.units)
         return total > 0 and all(size * unit % total == 0 for unit in state.units)

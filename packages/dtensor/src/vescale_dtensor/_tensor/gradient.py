@@ -40,15 +40,15 @@ def grad_of(tensor: DTensor) -> DTensor | None:
 
 
 def _end_pass(tensor: DTensor) -> None:
-    """What a backward that raised has left of its gradients is one, before anybody looks or writes."""
+    """Turns the gradients that a backward that raised has left into one, before anybody looks or writes."""
     owner = tensor.__dict__.get("_owner")
     if owner is not None:
         owner.end_pass()
 
 
 def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
-    """Of each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain,
-    and stays so."""
+    """Returns each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is
+    plain, and stays so."""
     with local_only():
         partials = [plain_grad(tensor) for tensor in tensors]
     return [
@@ -100,7 +100,7 @@ def set_grad(tensor: DTensor, value: Tensor | None) -> None:
 
 
 def _is_same(held: DTensor, given: Tensor) -> bool:
-    """Whether what is written to one is written to the other, on all ranks alike."""
+    """True if writes to one are writes to the other, on all ranks alike."""
     layout = held._layout.base
     if type(given) is DTensor:
         return is_alias(given._layout.base, layout)
@@ -180,7 +180,7 @@ def converted_gradient(value: Tensor, layout: Layout, operation: str) -> DTensor
 
 
 def is_reduced_gradient(tensor: DTensor, value: Tensor) -> bool:
-    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be partial."""
+    """True if `value` is a gradient of `tensor` that was reduced already: I where it would be partial."""
     if type(value) is not DTensor or value._layout.base is tensor._layout.base.gradient:
         return False
     return value._layout.base is reduced_grad_layout(tensor)
@@ -201,7 +201,7 @@ def fold(partial: DTensor, reduced: DTensor) -> DTensor:
 
 
 def layout_of_gradient(tensor: DTensor) -> Layout:
-    """What a backward computes for `tensor`."""
+    """Returns the layout that a backward computes for `tensor`."""
     owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
     return tensor._layout.gradient if owner is None else owner.full_layout.gradient
 

@@ -50,7 +50,7 @@ class Lender:
             loans[key] = ref(loan, lambda _: loans.pop(key, None))
 
     def end(self, held: Held) -> None:
-        """From now on the views that lie so do not show the parameter's values."""
+        """Ends, from now on, the views that lie so: they do not show the parameter's values."""
         for known in tuple(self._loans[held].values()):
             loan = known()
             if loan is not None:
@@ -58,7 +58,7 @@ class Lender:
 
 
 class Loan:
-    """What a view has of its parameter's owner. It lives as long as the view."""
+    """A view's hold on its parameter's owner. It lives as long as the view."""
 
     __slots__ = ("_lender", "_view", "_layout", "_owner", "_held", "__weakref__")
 

@@ -42,7 +42,7 @@ def node_of(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _asks_below(frame: FrameType | None) -> bool:
-    """Whether torch or the engine asks, who walk over nodes and compare them."""
+    """True if torch or the engine asks, who walk over nodes and compare them."""
     while frame is not None and frame.f_code.co_name in _ON_THE_WAY:
         frame = frame.f_back
     name = "" if frame is None else frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""What the CPU's allocator gives out and takes back while something runs, as torch's profiler is told it.
+"""Records what the CPU's allocator gives out and takes back while something runs, as torch's profiler is told it.
 
 Nothing of ours is in between: a storage of no bytes, a kernel's scratch, what autograd and a communication library
 keep, all of it is asked of the allocator. Not seen: what a kernel's own library allocates for itself (MKL, oneDNN),
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocations:
-    """What `allocations` recorded."""
+    """Records of `allocations`."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int, int, int]] = []  # when, address, bytes given or (negative) taken, total

@@ -73,7 +73,7 @@ DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sample under a layout, or of an entry. kind: "pass", "raise", "wrong" or "none" (did not run)."""
+    """Outcome of a sample under a layout, or of an entry. kind: "pass", "raise", "wrong" or "none" (did not run)."""
 
     kind: str
     text: str = ""
@@ -179,7 +179,7 @@ def _samples(info: Any, most: int) -> list[Any]:
 
 
 def _size(sample: Any) -> int:
-    """Of its input, or of the largest tensor there; below all others where that is larger than LARGEST."""
+    """Size of its input, or of the largest tensor there; below all others if that is larger than LARGEST."""
     size = max((leaf.numel() for leaf in tree_flatten(sample.input)[0] if isinstance(leaf, Tensor)), default=0)
     return size if size <= LARGEST else -size
 
@@ -201,7 +201,7 @@ def _layouts(leaves: Sequence[Any]) -> Iterator[list[tuple[Placement, ...] | Non
 
 
 def _placement(choice: Any, tensor: Tensor) -> Placement:
-    """What cannot lie so (no such dim; no sum of integers or sparse parts) is replicated."""
+    """Returns the placement, or Replicate for what cannot lie so (no such dim; no sum of integers or sparse parts)."""
     if choice == "P":
         sums = tensor.layout == torch.strided and (tensor.is_floating_point() or tensor.is_complex())
         return Partial() if sums else Replicate()
@@ -212,7 +212,7 @@ def _placement(choice: Any, tensor: Tensor) -> Placement:
 
 @dataclass(frozen=True)
 class _Alone:
-    """What one device gave: outputs, a cotangent per differentiable one, gradients per leaf."""
+    """One device's results: outputs, a cotangent per differentiable one, gradients per leaf."""
 
     outputs: list[Any]
     cotangents: list[Tensor]
@@ -300,7 +300,7 @@ def _full(value: Any) -> Any:
 
 
 def _form(value: Any) -> str:
-    """What is known of a result without communication."""
+    """Describes a result without communication."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype}{list(value.shape)} {value.layout}"

@@ -1,4 +1,4 @@
-"""What ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
+"""Finds what ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
 
 Three things are compared, per group of ranks (`flight_recorder.RankGroup`): collectives and ordered transfers by their
 numbers, of which the same must be the same everywhere; and messages, which are known by their names, by who posted
@@ -21,7 +21,7 @@ _MOST = 3  # that are told
 
 
 def compared(reports: Mapping[int, Report], size: int) -> str:
-    """Which ranks disagree, and since which communication."""
+    """Names the ranks that disagree, and the communication since which they do."""
     reports = dict(sorted(reports.items()))  # every rank begins with its own, and all are to say the same
     found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
     silent = [rank for rank in range(size) if rank not in reports]

@@ -51,7 +51,7 @@ def attend(
 
 
 def kernel_for(kernel: Callable) -> Callable:
-    """What stands in for a kernel of attention (`products/attention.py`): of any, for all take the same arguments."""
+    """Replaces a kernel of attention (`products/attention.py`): any, for all take the same arguments."""
     return attend
 
 

@@ -45,7 +45,7 @@ class GlobalValueWarning(UserWarning):
 
 
 class Done:
-    """What a collective with nothing to do hands back for `async_op=True`."""
+    """Handle of a collective with nothing to do, for `async_op=True`."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -116,7 +116,7 @@ def parts(function: Callable, args: tuple, kwargs: dict) -> None:
 
 @handler(Tensor.is_complex, torch.is_complex)
 def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """What torch's collectives ask of the tensors in their lists, which do not come to `__torch_function__`."""
+    """Answers torch's collectives for the tensors in their lists, which do not come to `__torch_function__`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("vescale_dtensor"):
         frame = frame.f_back
@@ -219,7 +219,7 @@ def leave_nobody_waiting() -> None:
 
 
 def _is_functional() -> bool:
-    """Whether torch's autograd-aware collectives call: their backward would communicate once more."""
+    """True if torch's autograd-aware collectives call: their backward would communicate once more."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -62,7 +62,7 @@ def address(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 class GlobalStorage:
-    """What `untyped_storage()` and `storage()` of a sharded or partial tensor answer: identity and the global size.
+    """Answers `untyped_storage()` and `storage()` of a sharded or partial tensor: identity and the global size.
 
     `data_ptr()` is a number of this storage alone, the same for all tensors in it, and no address; of a tensor in a
     part of a larger buffer (parameters under ZeRO) it is the part's. Its bytes cannot be read.
@@ -88,7 +88,7 @@ class GlobalStorage:
         return self._nbytes
 
     def size(self) -> int:
-        """In bytes, or in elements for `Tensor.storage()`."""
+        """Size in bytes, or in elements for `Tensor.storage()`."""
         return self._nbytes // self._item
 
     __len__ = size
@@ -146,7 +146,7 @@ DTensor._typed_storage = _typed_storage
 
 @handler(Tensor.is_set_to)
 def is_set_to(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether both are the same elements of the same memory, under one layout."""
+    """True if both are the same elements of the same memory, under one layout."""
     one, other = args
     if type(one) is not DTensor or type(other) is not DTensor or one._layout.base is not other._layout.base:
         return False
@@ -178,7 +178,7 @@ _CUT_OUT = object()
 
 
 def _origin(tensor: DTensor) -> Any:
-    """Of a view with gaps, the DTensor that it is a view of; `_CUT_OUT` of a part that had to be copied. Call it with
+    """Returns the DTensor that a view with gaps is a view of; `_CUT_OUT` for a part that had to be copied. Call it with
     dispatch disabled."""
     base = tensor._base if tensor._is_view() else None
     if "_is_cut_out" in tensor.__dict__ or base is not None and "_is_cut_out" in base.__dict__:

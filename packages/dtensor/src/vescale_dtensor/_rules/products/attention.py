@@ -182,7 +182,7 @@ def labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
 
 
 def groups_stay(query: Layout, axes: tuple[int, ...], key: Operand, dim: int = -3) -> bool:
-    """Whether equal cuts of q's and of k's heads, which are their dim `dim`, keep every group with its kv head."""
+    """True if equal cuts of q's and of k's heads, which are their dim `dim`, keep every group with its kv head."""
     states = [query.states[axis] for axis in axes]
     ranks = prod(query.mesh.sizes[axis] for axis in axes)
     return key.shape[dim] % ranks == 0 and all(state.in_one_piece and state.units is None for state in states)
@@ -198,7 +198,7 @@ def _nothing(out: Layout):
 
 
 def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callable):
-    """What runs on this rank's shards.
+    """Returns the function for this rank's shards.
 
     rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle, and keys
     that no row here reaches are left out.

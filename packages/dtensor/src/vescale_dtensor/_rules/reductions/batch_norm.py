@@ -83,7 +83,7 @@ def batch_norm(call: Call):
 
 
 def _written_where_they_are(call: Call, decision, given: dict) -> bool:
-    """Whether the running statistics reach the kernel themselves, not as converted copies."""
+    """True if the running statistics reach the kernel themselves, not as converted copies."""
     for name in ("running_mean", "running_var"):
         operand = given[name]
         target = decision.targets[operand.index] if operand is not None else None
@@ -174,7 +174,7 @@ def group_norm(call: Call):
 
 
 def _on_boundaries(layout: Layout, groups: int) -> bool:
-    """Whether every shard of the channels is a whole number of groups."""
+    """True if every shard of the channels is a whole number of groups."""
     cuts = [layout.states[axis] for axis in layout.axes_of(1)]
     count = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(1))
     return groups % count == 0 and all(cut.in_one_piece and cut.units is None for cut in cuts)

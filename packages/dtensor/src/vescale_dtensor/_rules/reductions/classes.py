@@ -181,7 +181,7 @@ def _local_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
-    """What cross_entropy returns: the input's dtype, or float32 under autocast."""
+    """Returns cross_entropy's dtype: the input's, or float32 under autocast."""
     with local_only():
         dtype, device = input.dtype, input.device.type
     known = torch.amp.is_autocast_available(device)  # not for meta tensors, in a dry run

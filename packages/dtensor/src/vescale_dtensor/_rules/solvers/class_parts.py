@@ -1,4 +1,4 @@
-"""What each rank of a sharded class dim knows per sample, and the loss from it.
+"""Class losses from what each rank of a sharded class dim knows per sample.
 
 Each rank computes what the loss needs of its own classes: their largest logit and the
 logsumexp above it, the logit of the target if it is one of them, and, where asked for,

@@ -73,7 +73,8 @@ def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
 
 
 def combs_of(state: State, at: int, sizes: tuple[int, ...], count: int) -> list[Comb]:
-    """What `state` makes of dim number `at` of a group of local `sizes`; equal descriptions, the finest first."""
+    """Describes the cut of `state` of dim number `at` of a group of local `sizes`; equal descriptions, the finest
+    first."""
     inner = prod(sizes[at + 1 :])
     spans = tuple(size // state.groups * inner for size in cut_sizes(state, sizes[at], count))
     blocks = prod(sizes[:at]) * state.groups
@@ -103,7 +104,7 @@ def states_of(comb: Comb, at: int, sizes: tuple[int, ...]) -> list[State]:
 
 
 def _ordered(order: tuple[int, ...], size: int, inner: int, count: int) -> tuple[Ranges, ...]:
-    """What each rank holds of `size` indices of `inner` elements each, in elements."""
+    """Returns each rank's part of `size` indices of `inner` elements each, in elements."""
     cuts = cut(sharded(0, order=order), size, count)
     return tuple(tuple((start * inner, stop * inner) for start, stop in ranges) for ranges in cuts)
 

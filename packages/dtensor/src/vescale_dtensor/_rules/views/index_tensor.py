@@ -191,7 +191,7 @@ def _run(function, x: Tensor, *args: Any) -> Tensor:
 
 
 def _is_fill(value: Any, x: Tensor) -> bool:
-    """Whether masked_fill_ takes the value as assignment does: one number that needs no conversion."""
+    """True if masked_fill_ takes the value as assignment does: one number that needs no conversion."""
     if isinstance(value, Tensor):
         return not value.ndim and value.dtype == x.dtype
     if isinstance(value, int):
@@ -201,7 +201,7 @@ def _is_fill(value: Any, x: Tensor) -> bool:
 
 @rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
 def index_put(call: Call):
-    """In place or not; bool indices too."""
+    """Puts values, in place or not; bool indices too."""
     put = put_dims if call.inplace else with_put
 
     def run(x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -352,7 +352,7 @@ def _writer(rows: Rows | None, at: int, ndim: int, width: int, drop_value: bool,
 
 
 def _part(value: Tensor, inside: Tensor, at: int, trailing: int) -> Tensor:
-    """What of a value, that is broadcast over the index dims at `at`, belongs to the indices inside."""
+    """Returns the part of a value, broadcast over the index dims at `at`, for the indices inside."""
     ndim = at + inside.ndim + trailing
     while value.ndim > ndim:
         value = value.squeeze(0)

@@ -43,7 +43,7 @@ def _simplest(dim: int, count: int, order: tuple[int, ...]) -> State | None:
 
 
 def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int, slice]] | None:
-    """What an index of one item per dim leaves of a layout's cuts, where it takes runs of cut dims and each keeps one:
+    """Slices a layout's cuts by an index of one item per dim, if it takes runs of cut dims and each keeps one: returns
     the states of the result, and per such dim what this rank takes of its shard. None where a cut has to go, or a dim
     is cut by several axes, and where no cut dim is sliced."""
     taken = {item.dim: item for item in items if item.dim is not None and not item.is_full(layout.shape)}
@@ -73,7 +73,7 @@ def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int
 
 
 def _keeps_cut(state: State, count: int, size: int, taken: range) -> bool:
-    """Whether every `taken.step`-th index of a dim is cut as the dim is: each run that a rank has is whole steps."""
+    """True if every `taken.step`-th index of a dim is cut as the dim is: each run that a rank has is whole steps."""
     step = taken.step
     if state.units is not None or taken.start >= step or len(taken) * step != size:
         return False

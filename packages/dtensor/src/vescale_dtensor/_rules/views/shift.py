@@ -26,7 +26,7 @@ from ..._tensor.tensor import local_only
 
 
 class Shift(NamedTuple):
-    """From a dim cut as `held` to one cut as `wanted`, both per rank of the axis, in places of the result."""
+    """Shifts a dim cut as `held` to one cut as `wanted`, both per rank of the axis, in places of the result."""
 
     mesh: Mesh
     axis: int
@@ -41,7 +41,7 @@ class Shift(NamedTuple):
         return Shift(self.mesh, self.axis, self.dim, self.wanted, self.held, -self.offset)
 
     def spans(self, source: int, target: int) -> list[tuple[int, int]]:
-        """What one rank holds of another's part, in places of the source."""
+        """Returns the part of `target` that `source` holds, in places of the source."""
         wanted = tuple((start + self.offset, stop + self.offset) for start, stop in self.wanted[target])
         return intersect(self.held[source], wanted)
 

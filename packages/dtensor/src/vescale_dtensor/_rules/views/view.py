@@ -86,7 +86,7 @@ def reshape_to(call: Call, after: tuple[int, ...], local: Callable = _reshaped) 
         return None if kept is None else (kept,)
 
     def offers(axis, state, source, results):
-        """What gives a plain shard of an output dim: with it, uneven heads stay whole."""
+        """Yields states that give a plain shard of an output dim: with it, uneven heads stay whole."""
         count = source.mesh.sizes[axis]
         for group in groups:
             for dim in group.outs:
