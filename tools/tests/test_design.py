@@ -7,6 +7,7 @@ TOP = Path(__file__).absolute().parents[2]
 TEXT = (TOP / "docs/design.md").read_text()
 SECTIONS = set(re.findall(r"^## (\d+)\.", TEXT, re.MULTILINE))
 CONTRACTS = set(re.findall(r"^(\d+)\. ", TEXT.partition("### Contracts")[2].partition("\n## ")[0], re.MULTILINE))
+REFERENCE = re.compile(r"design(?:\.md)?\]?(?:\([^)]*\))?,?\s+section\s+(\d+)(?:,\s+contract\s+(\d+))?")
 FOLDERS = ("packages", "tools", "benchmarks", "examples", "docs")
 
 
@@ -25,7 +26,7 @@ def test_it_is_at_most_25_kib():
 def test_sections_and_contracts_that_are_referred_to_are_there():
     lost = []
     for path, text in files():
-        for found in re.finditer(r"design(?:\.md)?\]?(?:\([^)]*\))?,?\s+section\s+(\d+)(?:,\s+contract\s+(\d+))?", text):
+        for found in REFERENCE.finditer(text):
             if found[1] not in SECTIONS or found[2] and found[2] not in CONTRACTS:
                 lost.append(f"{path.relative_to(TOP)}: {found[0]}")
     assert len(SECTIONS) == 12 and len(CONTRACTS) == 10 and not lost
