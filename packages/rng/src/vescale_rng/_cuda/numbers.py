@@ -74,7 +74,7 @@ class Recipe:
 
 
 def recipe(function: Callable, args: tuple, kwargs: dict, dtype: torch.dtype) -> Recipe:
-    """That of `function(tensor of dtype, *args, **kwargs)`, a fill of torch's or `fused_dropout_`."""
+    """Returns the recipe of `function(tensor of dtype, *args, **kwargs)`, a fill of torch's or `fused_dropout_`."""
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     return _RECIPES[function](dtype, *args, **kwargs)
 

@@ -171,7 +171,7 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
 
 
 def _is_elementwise(function: Callable) -> bool:
-    """By torch's own tag, which some functions have in place only, some only out of place."""
+    """Tells elementwise functions by torch's own tag, which some have in place only, some only out of place."""
     if not isinstance(function, OpOverload):
         return False
     packet = getattr(aten, function._schema.name.removeprefix("aten::").rstrip("_"), None)

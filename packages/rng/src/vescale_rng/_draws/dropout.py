@@ -104,7 +104,8 @@ def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callab
 
 
 def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
-    """As torch's fused kernel on CUDA: x times zero or one, times the scale, in float, rounded once."""
+    """Applies dropout as torch's fused kernel on CUDA does: x times zero or one, times the scale, in float, rounded
+    once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         kept = torch.empty_like(x.detach())

@@ -78,7 +78,7 @@ def _noise(x: DTensor, layout: Layout, lower: float, upper: float) -> Tensor:
 
 
 def _runs(below: Tensor, layout: Layout) -> tuple[int, Ranges]:
-    """How many numbers are drawn for the whole, and the intervals of them that are the shard's, in its order.
+    """Returns how many numbers are drawn for the whole, and the shard's intervals of them, in its order.
 
     Communication: 8 bytes per run from every rank that holds others.
     """

@@ -98,7 +98,7 @@ def _offsets(lines: Region) -> Tensor:
 
 
 def _blocks(side: Panels, lines: int, rows: int) -> Iterator[tuple[slice, slice, slice]]:
-    """So many lines of so many rows of all panels, in blocks of about a chunk: (panels, lines, rows)."""
+    """Yields blocks of about a chunk, over all panels, `lines` lines and `rows` rows: (panels, lines, rows)."""
     tall = min(rows, max(1, CHUNK // side.width))
     many = min(lines, max(1, CHUNK // (side.width * tall)))
     broad = max(1, CHUNK // (side.width * tall * many))

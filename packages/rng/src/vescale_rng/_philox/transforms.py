@@ -84,7 +84,7 @@ def _normal(words: Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1
 
 
 def _memory(name: str, words: Tensor, found: Tensor) -> Tensor:
-    """For a number of every pair."""
+    """Returns memory for a number of every pair."""
     count = len(found) // 2
     return scratch(name, count, found.dtype) if words.device.type == "cpu" else found.new_empty(count)
 
