@@ -34,7 +34,7 @@ _SHARDED = {  # what only its writer's own program joins
 
 
 def told(storage: Storage, path: str) -> CheckpointError | None:
-    """The error of a load that says what `path` is, and which command converts it; None where that is not known."""
+    """The error of a load that says what `path` is, and which command converts it; None if that is not known."""
     with contextlib.suppress(OSError):
         if not storage.is_dir(path):
             return _file(storage, path, path) if storage.exists(path) else None

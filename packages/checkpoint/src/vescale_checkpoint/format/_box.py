@@ -57,7 +57,7 @@ def stored(box: Box) -> Piece:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part, None where there is none."""
+    """The common part, None if there is none."""
     found = []
     for (start, stop), (low, high) in zip(a, b, strict=True):
         first, last = max(start, low), min(stop, high)
@@ -93,7 +93,7 @@ def span(piece: Piece) -> tuple[int, int]:
 
 
 def split(box: Box, parts: int) -> list[Box]:
-    """At most `parts` boxes of nearly equal size, cut along the first dim that has more than one index."""
+    """Cuts a box into at most `parts` boxes of nearly equal size, along the first dim that has more than one index."""
     for dim, (start, stop) in enumerate(box):
         size = stop - start
         if size > 1:
@@ -140,7 +140,7 @@ def _placed(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def partition_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
+    """Says why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
     outer = full_box(shape)
     if len(boxes) == 1 and boxes[0] == outer:
         return None if prod(shape) else "it is empty, and has a box"

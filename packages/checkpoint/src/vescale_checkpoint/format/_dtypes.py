@@ -35,7 +35,7 @@ FROM_SAFETENSORS = {code: name for name, code in SAFETENSORS.items()}
 
 
 def header_entry(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How a box of this dtype is described in a safetensors header: code and shape."""
+    """Describes a box of this dtype for a safetensors header: code and shape."""
     code = SAFETENSORS.get(dtype)
     return ("U8", (*shape, SIZES[dtype])) if code is None else (code, shape)
 

@@ -1,4 +1,4 @@
-"""How much of a processor a save in the background takes: half of one, until somebody waits for it."""
+"""Paces a save in the background: it takes half of a processor, until somebody waits for it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def unknown_metric(policy: Retention, given: list[str]) -> MismatchError:
 
 
 def metrics_json(metrics: Mapping[str, float]) -> Any:
-    """As a manifest holds them: NaN and infinities, too."""
+    """Encodes metrics as a manifest holds them: NaN and infinities, too."""
     return encode(metrics, "metrics", lambda path, tensor: path)
 
 

@@ -1,4 +1,4 @@
-"""Where bytes go: a local directory tree through the operating system, anything else through fsspec.
+"""Storages: a local directory tree through the operating system, anything else through fsspec.
 
 Both offer the same few operations on absolute paths. Local files are written and
 read with vectored positional calls straight from and into tensors' memory; nothing
@@ -255,7 +255,7 @@ class RemoteStorage:
         return self._files.cat_file(path)
 
     def sync_dir(self, path: str) -> None:
-        """Nothing to do: an object is stored when its writer has closed."""
+        """Does nothing: an object is stored when its writer has closed."""
 
     def remove_tree(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -149,5 +149,5 @@ def _is_alone(group: list[Part]) -> bool:
 
 
 def planned_bytes(files: dict[str, list[Part]]) -> int:
-    """How many bytes the grouped reads fetch."""
+    """Returns how many bytes the grouped reads fetch."""
     return sum(max(p.stop for p in group) - group[0].start for parts in files.values() for group in grouped(parts))

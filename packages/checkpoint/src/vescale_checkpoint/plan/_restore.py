@@ -276,7 +276,7 @@ class Restore:
         return torch.empty(tensor.shape, dtype=dtype)
 
     def _groups(self, path: str, optimizer: Any, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
-        """For each of the optimizer's groups the saved options of the group that its parameters were in."""
+        """Returns, for each of the optimizer's groups, the saved options of the group that its parameters were in."""
         of = {
             self._choice.renamed(name): i
             for i, group in enumerate(saved)

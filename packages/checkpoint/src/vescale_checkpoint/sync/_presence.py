@@ -1,4 +1,5 @@
-"""That a rank lives, and where it stands: what ranks that wait for each other need to know. Pure but for the store.
+"""Signs of life of a rank, and where it stands: what ranks that wait for each other need to know. Pure but for the
+store.
 
 Every rank beats into the store as long as its process group lives, not only during an
 operation: so a rank that died since the last one is named within seconds. A beat says
@@ -149,7 +150,7 @@ class Presence:
         return self.watched - since > (IDLE_SILENT_S if beat.is_over else SILENT_S)
 
     def reason_against(self, rank: int, waited_s: float) -> str | None:
-        """Why a rank that this one has waited for will not come. None: it may."""
+        """Says why a rank that this one has waited for will not come. None: it may."""
         beat = self.last(rank)
         patience, long_patience = self._given or PATIENCE_S, self._given or LONG_PATIENCE_S
         if beat is None:
@@ -197,7 +198,7 @@ class Presence:
 
 
 def _processor_seconds() -> float:
-    """That the main thread has used."""
+    """Returns the processor time of the main thread."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return 0.0 if clock is None else time.clock_gettime(clock(threading.main_thread().ident))
 
@@ -210,7 +211,7 @@ def _is_strange(frame: Any) -> bool:
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """A key's value, or None where it has none: one request, which does not wait."""
+    """A key's value, or None if it has none: one request, which does not wait."""
     found = store.compare_set(key, _MISSING, _MISSING)
     return None if found == _MISSING.encode() else found
 

@@ -152,7 +152,7 @@ class Session:
         return _unpacked(self._joined(place, self._awaited(name, answer)[len(head) :]))
 
     def _collected(self, name: str, payload: bytes) -> list[bytes]:
-        """On rank 0: what all have offered."""
+        """Returns, on rank 0, what all have offered."""
         if self._store is None:
             return [payload]
         keys = [self._key(name, rank) for rank in range(1, self.size)]
@@ -243,7 +243,8 @@ class Session:
         )
 
     def _tell_of_silent(self, rank: int) -> None:
-        """On rank 0, by the thread that watches: the others wait for an answer of this rank, which may be busy."""
+        """Reports a silent rank, on rank 0, from the thread that watches: the others wait for this rank, which may be
+        busy."""
         error = self._peer_error({rank: f"fell silent during {self.operation}: it shows no sign of life"}, "part")
         self._reported(_errors.to_json(error, self.operation))
 
@@ -379,7 +380,7 @@ def mesh_ranks(device_mesh: Any) -> list[int]:
 
 
 def collective_device() -> torch.device:
-    """Where bulk data travels: on the accelerator, if the world has a backend made for it, else on the host."""
+    """Returns the device of bulk data: the accelerator, if the world has a backend made for it, else the host."""
     if not dist.is_initialized():
         return torch.device("cpu")
     world = dist.group.WORLD
