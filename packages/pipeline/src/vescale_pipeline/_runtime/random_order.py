@@ -18,7 +18,7 @@ States = tuple[Tensor, ...]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: where its first parameter lies."""
+    """Returns the device that a model computes on: that of its first parameter."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 

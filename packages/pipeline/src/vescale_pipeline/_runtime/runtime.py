@@ -204,7 +204,7 @@ class Runtime:
 
     @contextmanager
     def _beside(self, doing: str) -> Iterator[None]:
-        """For what ranks tell each other outside of calls."""
+        """Guards what ranks tell each other outside of calls."""
         self._check()
         before, self._in_call = self._in_call, True
         try:
@@ -407,7 +407,7 @@ _numbers: dict[tuple[int, ...], int] = {}
 
 
 def _number_of(ranks: list[int]) -> int:
-    """How many pipelines these ranks had before: each has an entry of its own in the store."""
+    """Returns how many pipelines these ranks had before: each has an entry of its own in the store."""
     key = tuple(ranks)
     _numbers[key] = _numbers.get(key, 0) + 1
     return _numbers[key]

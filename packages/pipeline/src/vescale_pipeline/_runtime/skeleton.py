@@ -51,8 +51,8 @@ from .._trace.placeholder import (
 
 
 class Leave(Exception):
-    """Nothing that the stage owns remains to be called. (An Exception, so that torch calls the modules' always-called
-    hooks.)"""
+    """Raised when nothing that the stage owns remains to be called. (An Exception, so that torch calls the modules'
+    always-called hooks.)"""
 
 
 class Station:
@@ -118,7 +118,7 @@ class Run:
         self.kept: dict[int, Tensor] | None = {} if record.checkpoints else None
 
     def __call__(self, forward: Callable[[], Any]) -> Any:
-        """The forward's output; None where it was left early. Then the generator is past this microbatch."""
+        """The forward's output; None if it was left early. Then the generator is past this microbatch."""
         before, current.reader = current.reader, self
         self._grad = torch.is_grad_enabled()
         try:
@@ -245,7 +245,8 @@ class Run:
         return template if type(template) is Placeholder else copied(template)
 
     def _hook(self, tensor: Placeholder, hook: Callable) -> Any:
-        """On the stage that computes the value: what arrived has the gradient of its uses from here on alone."""
+        """Hooks the value on the stage that computes it: what arrived has the gradient of its uses from here on
+        alone."""
         value = self.values.get(tensor.key)
         arrived = self._crossing[self._stage - 1] if self._stage else ()
         if value is None or tensor.key in arrived or not value.requires_grad:

@@ -30,7 +30,7 @@ from .skeleton import Run, recomputing
 
 
 class Codec:
-    """How values of a call become plain tensors that travel, and back. This one is for plain tensors.
+    """Turns values of a call into plain tensors that travel, and back. This one is for plain tensors.
 
     A codec for distributed tensors keeps autograd's graph through both directions, and
     says in `form` what the other end needs to know.

@@ -231,7 +231,7 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
 
 
 def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
-    """By its version, or its values: kernels of batch normalization count no write. With dispatch off."""
+    """True if the version, or the values, changed: kernels of batch normalization count no write. With dispatch off."""
     return buffer._version != version or (not buffer.is_meta and not torch.equal(buffer, before))
 
 

@@ -30,7 +30,7 @@ local_only = DisableTorchFunctionSubclass
 
 
 class Reader(Protocol):
-    """Who decides what a function on a placeholder does."""
+    """Decides what a function on a placeholder does."""
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any: ...
 
@@ -143,7 +143,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place."""
+    """Returns how often it was written in place."""
     with local_only():
         return tensor._version
 

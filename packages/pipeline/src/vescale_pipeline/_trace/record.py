@@ -319,7 +319,7 @@ class Recorder:
         )
 
     def new_key(self, stage: int, uses: set[int]) -> int:
-        """For a value that is no output of an event."""
+        """Returns a key for a value that is no output of an event."""
         self._keys += 1
         self.born[self._keys], self.used[self._keys] = stage, uses
         return self._keys

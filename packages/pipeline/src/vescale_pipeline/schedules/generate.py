@@ -20,7 +20,7 @@ Orders = list[list[Action]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind of schedule is generated.
+    """Generator of a kind of schedule.
 
     Arguments:
         orders: what each rank computes, in order.

@@ -189,7 +189,7 @@ def _labels(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The labels that a mean divides by, a number; None where it is none, which nobody asks for."""
+    """The labels that a mean divides by, a number; None if it is none, which nobody asks for."""
     if reduction != "mean" or type(target) is Placeholder or target.is_floating_point():
         return None
     kept = target != ignore_index

@@ -117,7 +117,7 @@ def _shares(
 
 
 def _lost(kind: int | Tag, call: Call) -> Lost | None:
-    """Why an output cannot be told from the microbatches'; None if it can."""
+    """Says why an output cannot be told from the microbatches'; None if it can."""
     if not isinstance(kind, frozenset):
         return kind if isinstance(kind, Lost) else None
     weighings = kind - ONCE

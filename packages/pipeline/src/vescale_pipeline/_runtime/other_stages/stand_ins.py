@@ -113,7 +113,7 @@ class OtherStages(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        """Nothing to keep: it is always what the other stages hold."""
+        """Ignores what is set: it is always what the other stages hold."""
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -142,7 +142,7 @@ class Remote(Tensor):
     """All gradients elsewhere, or all values, and what becomes of them element by element.
 
     Arguments:
-        norms: of what it began as; None where they say nothing any more of what it is now.
+        norms: of what it began as; None if they say nothing any more of what it is now.
         power: what every element was raised to since.
         is_absolute: whether no element can be negative.
         asked: what is asked of every element: `torch.isfinite` or `torch.isnan`.

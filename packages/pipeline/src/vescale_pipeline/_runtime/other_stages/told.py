@@ -29,7 +29,7 @@ class Placed(NamedTuple):
         numbers: by the parameters' places in the model.
         held: the places of what this rank holds.
         asked: the places that are asked for: of what is trained, or is not, or all.
-        dtype: of what the numbers are of; None where there are none.
+        dtype: of what the numbers are of; None if there are none.
         whole: makes a distributed number of this rank's a plain one.
     """
 
@@ -162,7 +162,8 @@ def combined(numbers: Sequence[Tensor], order: float | None, device: torch.devic
 
 
 def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
+    """Computes norms one by one, as torch does; of distributed gradients, those of the whole. Cost: what the norms
+    cost."""
     return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []
 
 

@@ -56,7 +56,7 @@ def _ascends(note: Note) -> bool:
 
 def reordered(note: Note, refs: list[Ref], given: list[Any], out: Ref, counted: frozenset[int] | set[int]) -> Any:
     """The tag of what a function makes of values with these tags, one of which is an Order: an Order, "rows" where all
-    are at their places again, or None where that is not known.
+    are at their places again, or None if that is not known.
 
     `counted`: numbers of values that count the rows, 0, 1, ...
     """

@@ -74,7 +74,7 @@ class Places:
         self._copies: dict[int, int] = {}  # number of a value -> how often the batch lies in it, one after another
 
     def note(self, small: Note, large: Note, refs: list[Ref], others: list[Ref]) -> None:
-        """How often the batch lies in what comes of it."""
+        """Notes how often the batch lies in each output."""
         for out, other in zip(small.outs, large.outs):
             axis = self._axis(out, other)
             if type(axis) is not int:
@@ -159,7 +159,7 @@ class Places:
         return True
 
     def _dims(self, note: Note, place: int, default: Any, first: Ref) -> set[int] | None:
-        """None of all dims."""
+        """Returns the dims along which a function runs; None for all."""
         if note.function is F.unfold:  # windows of an image
             return set()
         named = note.args[place] if len(note.args) > place else default

@@ -1,4 +1,4 @@
-"""How a forward's loss, and all that it returns, comes from the rows of its batch: what a microbatch's loss weighs, and
+"""Relates a forward's loss, and all that it returns, to the rows of its batch: how much a microbatch's loss weighs, and
 how an evaluation's outputs come together. See `tags.py`."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _tags(part: Notes, whole: Notes, times: int, results: list[tuple[Tensor, Ten
 
 
 def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note, Note]] | None:
-    """Each function of a part's forward with that of the whole batch; None where they call different ones. The whole
+    """Each function of a part's forward with that of the whole batch; None if they call different ones. The whole
     batch may repeat a row for all of its rows, which models leave out for a batch of one row (transformers, of
     positions)."""
     pairs, rest = [], iter(whole)

@@ -1,4 +1,4 @@
-"""How the values of a forward come from the rows of its batch.
+"""Tags the values of a forward by how they come from the rows of its batch.
 
 Two dry runs, of one microbatch and of the whole batch, note every function that is
 called, on placeholders and on real tensors alike. A dim that differs between them is
@@ -193,7 +193,7 @@ class Tags:
 
 
 def axis_of(small: tuple[int, ...], large: tuple[int, ...], times: int) -> int | Lost | None:
-    """The dim that has the batch's rows, from the shapes of a part's value and of the whole batch's; None where none
+    """The dim that has the batch's rows, from the shapes of a part's value and of the whole batch's; None if none
     has."""
     if len(small) != len(large):
         return Lost("")

@@ -65,7 +65,8 @@ class Programs:
         return all(of_rank[head] < 0 for of_rank, head in zip(posts, heads))
 
     def shortest_cycle(self, model: str) -> list[Node] | None:
-        """None if everything completes under the model; otherwise who waits for whom where it stops, in a circle."""
+        """Returns None if everything completes under the model; otherwise who waits for whom where it stops, in a
+        circle."""
         return _Run(self, model).cycle()
 
 
