@@ -34,7 +34,8 @@ _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def owners_of(tensor: Tensor) -> int:
-    """How many own the tensor's memory, this call's own look at it included. Instead: a public count of a storage."""
+    """Returns how many own the tensor's memory, this call's own look at it included. Instead: a public count of a
+    storage."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -152,7 +153,7 @@ def meta_collectives() -> Any:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Errors that `torch.compile` raises where it gives up. Instead: public classes of them."""
+    """Errors that `torch.compile` raises if it gives up. Instead: public classes of them."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
@@ -227,7 +228,8 @@ def fake_store() -> Any:
 
 
 def composable_state_key() -> str:
-    """Where torch notes that it distributes a module; the import takes as long as all of vescale's own.
+    """Returns the key under which torch notes that it distributes a module; the import takes as long as all of
+    vescale's own.
 
     Instead: a public question of `torch.distributed.fsdp`.
     """

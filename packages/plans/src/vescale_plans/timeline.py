@@ -53,7 +53,7 @@ class Operation:
     itemsize: int = 4
 
     def seconds(self, hardware: Hardware) -> float:
-        """On a device of `hardware`."""
+        """Seconds on a device of `hardware`."""
         if self.product is not None:
             return hardware.computing(self.itemsize).stacked_seconds(*self.product)
         if self.flops:

@@ -1,4 +1,4 @@
-"""How sequences are cut so that attention is the same work on every rank.
+"""Cuts sequences so that attention is the same work on every rank.
 
 Under a causal mask a row's work grows with its place. In a zigzag each rank gets a front and a back part, which
 together are the same work for all. Where work grows to a window's width only, or begins anew with each document, parts
@@ -64,7 +64,8 @@ class Balance:
 
 
 def balance_of(plan: PlanFields, mesh: Mesh, model: nn.Module) -> Balance | None:
-    """None where sequences are cut in one piece for each rank. The mesh may be smaller than the plan's: one rank."""
+    """Returns the balance; None if sequences are cut in one piece for each rank. The mesh may be smaller than the
+    plan's: one rank."""
     if plan.context_axis is None or plan.context_layout == "contiguous":
         return None
     if plan.context_layout == "auto" and (plan.context not in ("auto", "ring") or not _is_causal(model)):

@@ -38,7 +38,7 @@ class Copies:
     """Ends a call. Each container and each tensor is written to only where its copy was.
 
     Cost: an all-gather, over the axes that cut it, of a plain tensor that was written to; of a DTensor a conversion
-    back. None where nothing was written.
+    back. None if nothing was written.
     """
 
     __slots__ = ("_containers", "_tensors", "_owns")

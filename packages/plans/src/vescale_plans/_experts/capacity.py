@@ -19,7 +19,7 @@ from vescale_dtensor.engine import GatherInFlight, set_cause
 
 
 def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, name: str) -> Tensor:
-    """How many of this rank's rows every expert takes, int64 [experts].
+    """Returns how many of this rank's rows every expert takes, int64 [experts].
 
     Arguments:
         indices: this rank's experts [t, k] of the global ones that `layout` describes.
@@ -42,7 +42,7 @@ def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, nam
 
 
 def counted(chosen: Tensor, experts: int) -> Tensor:
-    """How many rows chose every expert. (`bincount` makes the host wait for the largest index.)"""
+    """Returns how many rows chose every expert. (`bincount` makes the host wait for the largest index.)"""
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 

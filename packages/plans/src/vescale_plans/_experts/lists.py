@@ -113,5 +113,5 @@ class ListBoundary(Members):
         return total_load(self.spread, self.load, self.replicas)
 
     def total_dropped(self) -> list[int]:
-        """None: a list's rows have no order that all meshes share, and so no capacity."""
+        """Returns zeros: a list's rows have no order that all meshes share, and so no capacity."""
         return [0] * self.spread.experts

@@ -74,7 +74,7 @@ class Kept:
 
 
 class _Holder:
-    """Something that holds values, and those that it held. `name`: the attribute it belongs to, None where its keys are
+    """Something that holds values, and those that it held. `name`: the attribute it belongs to, None if its keys are
     the attributes."""
 
     def __init__(self, value: Any, prefix: str, name: str | None, skipped: frozenset[str] = frozenset()) -> None:
@@ -160,7 +160,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _version(value: Any) -> int | None:
-    """None of what counts no writes."""
+    """Returns the version, None for what counts no writes."""
     if _is_array(value) or value.is_inference():
         return None
     with local_only():

@@ -41,7 +41,7 @@ class Experts:
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """How many experts a module holds as slices of stacked weights; 0 when it is not an experts module."""
+    """Returns how many experts a module holds as slices of stacked weights; 0 if it is not an experts module."""
     stacks = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
     if len(stacks) < 2 or len({*stacks}) > 1:
         return 0
@@ -201,7 +201,7 @@ def _check_enough(plan: PlanFields, name: str, count: int) -> None:
 
 
 def _ranks_used(count: int, ranks: int) -> int:
-    """How many of `ranks` get something when torch.chunk cuts `count`."""
+    """Returns how many of `ranks` get something when torch.chunk cuts `count`."""
     return -(-count // -(-count // ranks))
 
 

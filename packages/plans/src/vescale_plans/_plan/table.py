@@ -111,7 +111,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One difference of two plans: a field, or one name of a mapping; None where a side has no such name."""
+    """One difference of two plans: a field, or one name of a mapping; None if a side has no such name."""
 
     where: str
     before: Any

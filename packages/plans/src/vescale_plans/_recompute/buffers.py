@@ -18,7 +18,7 @@ from .._torch_private import _NormBase
 
 
 class Buffers:
-    """Those of a module and of what is inside. All are copied in the first call of each mode; then those that were
+    """Buffers of a module and of those inside. All are copied in the first call of each mode; then those that were
     written in one."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -93,8 +93,8 @@ class Found:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """For a while they are what the call found. Raises GradientError for a parameter that is written once more, and
-        is another then: what comes after the write was recomputed with other weights than the call's."""
+        """Puts back, for a while, what the call found. Raises GradientError for a parameter that is written once more,
+        and is another then: what comes after the write was recomputed with other weights than the call's."""
         before = [(name, one, _copy(one)) for name, one, _ in self._parameters]
         now = [(one, one.owner._buffers.get(one.name), _copy(one.buffer)) for one in self._held]
         try:

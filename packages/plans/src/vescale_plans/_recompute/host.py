@@ -69,7 +69,7 @@ class Moved:
         self._flat = None
 
     def begin(self, lane: torch.Stream | None) -> None:
-        """It is on its way back, unless it is there."""
+        """Begins to bring it back, unless it is there."""
         if self._flat is not None:
             return
         self._is_back = True
@@ -140,7 +140,7 @@ class Stay:
             self._left = None
 
     def asked(self) -> None:
-        """By backward, for anything."""
+        """Brings back what backward asks for, and the call before."""
         self.begin()
         before = self._before() if self._before is not None else None
         if before is not None:
@@ -239,7 +239,7 @@ class Parked:
             self._held = [_parked(host, one) for one in args]
 
     def arguments(self) -> tuple:
-        """As they were; what was on the host is a leaf."""
+        """Returns the original arguments; those that were on the host are leaves."""
         with local_only(), torch.no_grad():
             return tuple(one.tensor() if isinstance(one, Argument) else one for one in self._held)
 

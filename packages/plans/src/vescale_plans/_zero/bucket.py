@@ -135,7 +135,7 @@ class Bucket(FlatParameters):
     def start(self) -> tuple[ReductionInFlight | None, list[int]]:
         """Starts the sum over ranks, and leaves nothing partial. Ranks without a gradient take part all the same.
 
-        Returns the reduction, None where other ranks hold the bucket, and the parameters that this rank did not use.
+        Returns the reduction, None if other ranks hold the bucket, and the parameters that this rank did not use.
         """
         missing = []
         if self.flat is not None:

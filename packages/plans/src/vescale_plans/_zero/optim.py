@@ -129,7 +129,7 @@ class Sharded(ShardedStates):
 
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """As the optimizer's own: gradients still partial are reduced first, parameters follow after."""
+        """Steps as the optimizer does: gradients still partial are reduced first, parameters follow after."""
         own_step = self._own_step()
         if self._on_dtensors:
             if closure is not None:
@@ -243,7 +243,7 @@ class Sharded(ShardedStates):
 
 
 def _zero_grad(self: Sharded, set_to_none: bool = True) -> None:
-    """As torch's own, which would look at each gradient: a DTensor."""
+    """Replaces torch's own, which would look at each gradient: a DTensor."""
     if not set_to_none:
         return torch.optim.Optimizer.zero_grad(self, set_to_none)
     self._parallel.end_pass()
@@ -266,8 +266,8 @@ def _on_parts(name: str) -> Any:
 
 
 class Exchange:
-    """Who steps in whose place: plain Parameters for DTensors, in the order of the groups. Made once, and anew where a
-    group or a bucket has others by now."""
+    """Exchanges DTensors for the plain Parameters that step in their place, in the order of the groups. Made once, and
+    anew where a group or a bucket has others by now."""
 
     def __init__(self, shown: list[list[Tensor]], parallel: DataParallel, owners: Owners | None) -> None:
         found = [[(one, parallel.param_of(one)) for one in group] for group in shown]

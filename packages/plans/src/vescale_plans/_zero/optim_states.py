@@ -35,7 +35,7 @@ class ShardedStates:
 
     @property
     def state(self) -> Any:
-        """As the optimizer's own, of DTensors between steps (`optim_shown.py`)."""
+        """States of the optimizer, as DTensors between steps (`optim_shown.py`)."""
         if self._on_dtensors or self._is_inside:
             return self._held_states
         self._twin = {}  # what is taken out is to be gone
@@ -68,8 +68,8 @@ class ShardedStates:
             self._is_inside = before
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the real
-        memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
+        """Returns the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the
+        real memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
         found = super().state_dict()
         found["state"] = {
             key: dict(values) if isinstance(values, ShownState) else values for key, values in found["state"].items()
@@ -77,8 +77,8 @@ class ShardedStates:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own, of what `state_dict` gives on one device or under any plan: of whole plain tensors,
-        and of DTensors in any layout, this rank's part is taken. Cost: nothing for those that lie as here."""
+        """Loads what `state_dict` gives on one device or under any plan: of whole plain tensors, and of DTensors in any
+        layout, this rank's part is taken. Cost: nothing for those that lie as here."""
         with self._inside():
             super().load_state_dict(state_dict)
         states = self._held_states

@@ -382,7 +382,7 @@ def _shows(of: ref[FlatParameters], place: int) -> bool:
 
 
 def another_dtype(parameters: Sequence[str]) -> PlanError:
-    """For parameters that cannot lie in a bucket any longer."""
+    """Builds the error for parameters that cannot lie in a bucket any longer."""
     return PlanError(
         "parallelize",
         "parameters were given another dtype or device than the flat bucket, which they share, can have",

@@ -43,7 +43,8 @@ class RunningReduction:
 
 
 def newest(reductions: Sequence[RunningReduction], room: int | None) -> int:
-    """How many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that bounds."""
+    """Returns how many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that
+    bounds."""
     count = 0
     for reduction in reductions[: -MOST - 1 : -1]:
         room = None if room is None else room - reduction.nbytes

@@ -24,7 +24,7 @@ _set_data = Tensor.data.__set__
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the buckets of a model are shared.
+    """Settings by which the buckets of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (`Plan.zero_axis`); None without one.
     compute, reduce, sent: see `Precision`, None for the parameters' own.
@@ -121,7 +121,7 @@ class ShardedParameter:
         self.lender.lend(view, self, self.where(view))
 
     def where(self, tensor: Tensor) -> Held:
-        """Where a tensor that was made of the parameter lies."""
+        """Tells where a tensor that was made of the parameter lies."""
         with local_only():
             place = tensor.untyped_storage()._cdata
             if place == self.shard.untyped_storage()._cdata:

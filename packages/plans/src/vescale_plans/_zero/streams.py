@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Streams:
-    """Those that have written to a tensor which the stream of now has made."""
+    """Streams that have written to a tensor which the current stream has made."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -42,7 +42,7 @@ class Cut:
         self.is_whole = all(self.mesh.sizes[self.mesh.axis(name)] == 1 for name in plan.data_axes)
 
     def rows(self, count: int) -> tuple[int, int] | None:
-        """(start, stop) of this rank's rows; None where some rank would have none."""
+        """(start, stop) of this rank's rows; None if some rank would have none."""
         states = canonical_states("vescale.loader", self.plan.batch_placements, self.mesh, (count,))
         layout = layout_of(self.mesh, states, (count,))
         last = tuple(size - 1 for size in self.mesh.sizes)

@@ -47,7 +47,7 @@ class Recipe:
     loss_fn: LossFn | None = None
 
     def below(self, name: str) -> Recipe:
-        """For that one of the model's modules, as a model of its own."""
+        """Returns the recipe of one of the model's modules, as a model of its own."""
         if not name:
             return self
         experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name), self.experts.axis)
@@ -59,7 +59,7 @@ class Recipe:
         )  # fmt: skip
 
     def among(self, model: nn.Module) -> Recipe:
-        """For those of the modules that the model has still."""
+        """Returns the recipe of those of the modules that the model has still."""
         names = {name for name, _ in model.named_modules()}
 
         def kept(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
-    """How the plan shares buffers over the mesh."""
+    """Returns the plan's way of sharing buffers over the mesh."""
     lead = mesh.axis(plan.zero_axis) if plan.zero_axis is not None else None
     dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
     return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes, plan.sums)

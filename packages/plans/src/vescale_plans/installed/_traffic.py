@@ -61,7 +61,7 @@ class FirstStep:
             self._say(backward=False)
 
     def _begin_backward(self, gradients: Any) -> None:
-        """At the first gradient of what the model gave."""
+        """Begins at the first gradient of what the model gave."""
         for hook in self._hooks:
             hook.remove()
         self._open.enter_context(watched(self._hear, _nothing))

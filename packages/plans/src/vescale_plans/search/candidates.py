@@ -196,7 +196,7 @@ def _context_degrees(structure: Structure, ranks: int, seq: int | None, pinned: 
 
 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:
-    """That have as many rows each, also of a batch of which ranks have unequal parts."""
+    """Returns counts of microbatches with as many rows each, also of a batch of which ranks have unequal parts."""
     found = [m for m in divisors(local_batch) if batch % m == 0]
     return found if pp == 1 else [m for m in found if m >= pp] or found[-1:]
 

@@ -32,7 +32,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """With a unit that suits it."""
+    """Formats seconds with a unit that suits them."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.4g} {unit}"
@@ -86,7 +86,7 @@ def headroom(request: Request, size: float) -> str:
 
 
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
-    """Where each axis lies: its ranks' distance, and whether a group of it has ranks in two nodes."""
+    """Yields each axis's place: its ranks' distance, and whether a group of it has ranks in two nodes."""
     hardware, stride = request.hardware.joining(candidate.ranks), 1
     sizes = {
         "tp": candidate.tp, "cp": candidate.cp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep,

@@ -1,4 +1,4 @@
-"""Why a plan was chosen: the next best, what binds each of them, and why every block is as it is."""
+"""Explains the choice of a plan: the next best, what binds each of them, and why every block is as it is."""
 
 from __future__ import annotations
 

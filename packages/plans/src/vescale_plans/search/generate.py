@@ -225,9 +225,9 @@ def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runn
 
 
 def _shortened(plan: Plan, model: nn.Module, batch: Any, count: int) -> tuple[Plan, nn.Module, Any]:
-    """With fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in flight as ever,
-    interleaved with three for each rank; each further one adds what is alike of all: what was sent is held to the end
-    of the call."""
+    """Shortens a step to fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in
+    flight as ever, interleaved with three for each rank; each further one adds what is alike of all: what was sent is
+    held to the end of the call."""
     rows = next((one.shape[0] for one in tree_iter(batch) if isinstance(one, torch.Tensor) and one.ndim), 0)
     kept = rows // plan.pipeline.microbatches * count
 
@@ -337,7 +337,7 @@ def _precedes(structure: Structure, one: str, other: str) -> bool:
 
 
 def _evenly(structure: Structure, stages: int) -> tuple[str, ...]:
-    """Where stages begin, with blocks dealt out evenly."""
+    """Returns the beginnings of stages, with blocks dealt out evenly."""
     points = structure.cut_points
     blocks = len(points) + 1
     return tuple(points[(at * blocks) // stages - 1] for at in range(1, stages))

@@ -73,7 +73,7 @@ class Request:
         return next(found, None) is not None
 
     def offloading(self) -> Request | None:
-        """The same with states on the host; None where that is said already, forbidden, or the host is the device."""
+        """The same with states on the host; None if that is said already, forbidden, or the host is the device."""
         said = "offload" in (self.pin or {}) or "offload" in self.forbid
         if said or self.hardware.host_link is None:
             return None
@@ -109,7 +109,7 @@ class Pricer:
         return Estimate(candidate, self._rough(candidate, batch), memory_of(sizes, *shape))
 
     def _rough(self, candidate: Candidate, batch: int | None = None) -> Cost:
-        """With blocks dealt out evenly."""
+        """Prices with blocks dealt out evenly."""
         asked, sizes = self.request, self._sizes_at(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         return cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
@@ -123,7 +123,7 @@ class Pricer:
     def cutter(
         self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None
     ) -> Cutter | Interleaved:
-        """For the parts of the model under a candidate; `whole` computes every block again, if any."""
+        """Returns the cutter of the model's parts under a candidate; `whole` computes every block again, if any."""
         again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
         parts, one = self._priced(candidate, batch), candidate
         if one.virtual > 1:
@@ -131,8 +131,8 @@ class Pricer:
         return Cutter(parts, one.pp, one.microbatches, limit, again)
 
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
-        """With the best cut, and the fewest blocks computed again, all of them or the modules that are the fastest;
-        None where nothing fits in `below` seconds."""
+        """Prices the best cut with the fewest blocks computed again, all of them or the modules that are the fastest;
+        None if nothing fits in `below` seconds."""
         best = None
         for way in ways(self.request.structure, candidate, self.request.pin, self.request.forbid):
             if (found := self._cut(way, whole, below)) is not None:

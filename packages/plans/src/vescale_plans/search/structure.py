@@ -26,9 +26,9 @@ Span = tuple[int, int]
 
 @cache
 def cut_of(size: int, spans: tuple[Span, ...], features: int, degree: int, dim: int) -> Placement | None:
-    """How `size` features along `dim` are cut in `degree` parts, so that every part reaches its own part of a sink's
+    """Cuts `size` features along `dim` in `degree` parts, so that every part reaches its own part of a sink's
     `features` alone: in one piece, in the fewest equal segments that are cut alike (queries, keys and values of as many
-    heads), or in chunks that are dealt out (of fewer keys than queries); None where no such cut gives all as many.
+    heads), or in chunks that are dealt out (of fewer keys than queries); None if no such cut gives all as many.
 
     Arguments:
         spans: per unit of the features, what it reaches.
@@ -137,7 +137,7 @@ class Group:
         return tuple(d for d in range(2, most + 1) if self.features % d == 0 and self.split(d))
 
     def split(self, degree: int) -> dict[str, tuple[Source, Placement]]:
-        """Parameter -> how its out features are cut; empty where the group cannot be split by `degree`.
+        """Parameter -> how its out features are cut; empty if the group cannot be split by `degree`.
 
         A source of fewer features than the sink, which share it (keys and values of grouped heads), stays whole
         where it cannot be cut; with any other, the group does. A companion in parts of several sizes stays whole: its
@@ -157,9 +157,9 @@ class Group:
         return placed
 
     def gathered(self, degree: int) -> dict[str, Source]:
-        """Where no cut keeps the parts apart (heads fewer than ranks, keys that all heads share packed with what each
-        has of its own): sources whose weights can be split all the same, if what they give is gathered before it is
-        used. Parameter -> source."""
+        """Returns, if no cut keeps the parts apart (heads fewer than ranks, keys that all heads share packed with what
+        each has of its own), sources whose weights can be split all the same, if what they give is gathered before it
+        is used. Parameter -> source."""
         weights = [source for source in self.sources if not source.companion]
         sizes = [self.features, *(source.size for source in weights)]
         called = [
@@ -284,9 +284,9 @@ class Structure:
         routers: parameters whose result something is selected by.
         blocks: repeated blocks, outermost containers.
         tied: parameters with several names.
-        coupled: parameters whose rows depend on other rows of the batch; empty where data parallelism is exact.
+        coupled: parameters whose rows depend on other rows of the batch; empty if data parallelism is exact.
         mixers: modules that are known to mix positions without attention: convolutions, recurrent layers.
-        position_dim: of the residual stream, along which sequence parallelism splits; None where a position reaches
+        position_dim: of the residual stream, along which sequence parallelism splits; None if a position reaches
             others outside the groups, or nothing is known of positions.
         stream_entries: modules whose output starts the residual stream.
         holding: bytes of a number -> what a step in such numbers holds on to; without those that the model could not

@@ -76,7 +76,7 @@ class Weighed:
         return ", ".join(parts)
 
     def loses(self, estimate: Estimate) -> str:
-        """Where an estimate is worse than the choice."""
+        """Says where an estimate is worse than the choice."""
         if estimate is self.chosen:
             return ""
         if self.request.objective == "memory":

@@ -148,7 +148,7 @@ def _difference(call: Call, full: list[Tensor], local: list[Tensor]) -> str | No
 
 
 def _unfit(call: Call, tokens: Tensor) -> str | None:
-    """Why one expert of this rank's, tried on rows of zeros, is none whose rows can travel."""
+    """Says why the rows of one expert of this rank's, tried on rows of zeros, cannot travel."""
     members = call.members
     before, row = random_states(), tokens.new_zeros(2, call.rows.shape[-1])  # of one there are no statistics
     kept = Kept(members.modules[members.spread.first].named_modules(), deep=True)

@@ -21,7 +21,7 @@ DRAWS = frozenset(
 
 
 class Rows:
-    """How plain tensors of a block, whose dim 0 is the batch or the tokens, lie on the mesh."""
+    """Layout on the mesh of a block's plain tensors, whose dim 0 is the batch or the tokens."""
 
     def __init__(self, mesh: Mesh, states: tuple[State, ...], shape: Sequence[int]) -> None:
         self.mesh, self.states, self.shape = mesh, states, tuple(shape)

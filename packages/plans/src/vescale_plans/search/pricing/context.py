@@ -64,7 +64,8 @@ def keys(branch: Branch) -> int:
 
 
 def _way(branch: Branch, candidate: Candidate, hardware: Hardware, positions: int, seq: int) -> str:
-    """As attention itself chooses it. Heads as far as widths tell: so many as share their keys, and no all-to-all."""
+    """Chooses the way as attention itself does. Heads as far as widths tell: so many as share their keys, and no
+    all-to-all."""
     rows = max(1, seq // candidate.cp)
     shared = max(1, round(2 * branch.features / keys(branch)))
     width = max(1, round(positions / rows)) * keys(branch) // (candidate.tp if branch.split else 1)

@@ -85,7 +85,7 @@ NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
 
 
 def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
-    """Alike for all candidates of equal `tp`, `cp`, `ep`, `sp` and `positions_of`."""
+    """Prices a pass; alike for all candidates of equal `tp`, `cp`, `ep`, `sp` and `positions_of`."""
     positions = positions_of(candidate, batch, seq)
     attended = _attention(sizes, hardware, positions, seq)
     compute = _matrices(sizes, candidate, hardware, positions) + attended

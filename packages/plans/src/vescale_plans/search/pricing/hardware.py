@@ -117,7 +117,7 @@ class Hardware:
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
         node: devices joined by `inside`, any number; across nodes by `across`.
-        host_link: bytes per second between a device and its host, each way; None where the host is the device.
+        host_link: bytes per second between a device and its host, each way; None if the host is the device.
         host_bandwidth: of the host's memory, a device's share.
         segment: of these, how many a job of whole segments takes in each node, if it takes more than one node; 0 for
             all. A scheduler gives such a job 64 of an NVL72's 72, so that groups of powers of two cross no boundary.
@@ -140,7 +140,7 @@ class Hardware:
         attention: share of `flops` that attention reaches, forward and backward together.
         scores: reads and writes of attention's scores by memory in each direction, per position that one meets and
             feature, by kernels that are not fused; 0 for a fused one.
-        peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None where
+        peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None if
             it is not known.
         waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
             computation, since none computes as fast as it did before; None for nothing.

@@ -116,11 +116,11 @@ class Held:
 
     @property
     def offloads(self) -> bool:
-        """To a host that is not the device."""
+        """True if states go to a host that is not the device."""
         return self.candidate.offload and self.hardware.host_link is not None
 
     def parameters(self) -> int:
-        """As they are held between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
+        """Bytes of parameters between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
         optimizer steps, sharded from ZeRO-1 on, and on the host if states are."""
         if self.narrow and self.candidate.zero < 3:
             stepped = 0 if self.offloads else self.part(1, self.numbers.parameters)
@@ -178,13 +178,13 @@ class Held:
         }
 
     def _begins(self, again: float) -> int:
-        """When its backward begins: of the last one with the loss, and then the head's gradient."""
+        """Bytes when a stage's backward begins: of the last one with the loss, and then the head's gradient."""
         loss = self.loss()
         head = self.outside * self.numbers.gradients if loss and self.fresh() else 0
         return int(max(loss, again) + head)
 
     def _ends(self, first: float, received: int) -> int:
-        """When it ends: in that of its first block, or when gradients are added one by one."""
+        """Bytes when it ends: in that of its first block, or when gradients are added one by one."""
         each = self.numbers.gradients if self.fresh() else 0
         return received + int(max(first - (self.block + self.outside) * each, self.sizes.largest * each))
 
@@ -238,8 +238,8 @@ class Held:
         return int(self.hardware.backend == "gloo" and self.candidate.replicas > 2)
 
     def _last_sums(self) -> float:
-        """When a backward is through, where gloo makes whole sums: of those that are not waited for yet what it gathers
-        in, of the root's what has arrived, and of all this rank's parts."""
+        """Bytes when a backward is through and gloo makes whole sums: of those that are not waited for yet what it
+        gathers in, of the root's what has arrived, and of all this rank's parts."""
         if self.candidate.zero > 1:
             return 0.0
         numbers = self.numbers.gradients

@@ -120,7 +120,7 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def calibrated_path() -> Path:
-    """Where `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
+    """Returns the path at which `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
     base = os.environ.get("VESCALE_HARDWARE") or os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     path = Path(base).expanduser()
     return path if path.suffix == ".json" else path / "vescale" / "hardware.json"

@@ -29,7 +29,7 @@ class Call:
         lookup, scattered: see `Form`; `stack` for a parameter that holds one matrix per expert.
         inward, outward: what its in and out features are of the parameter.
         bias: name of the parameter that is added.
-        outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
+        outer: the batch dim of the flattened rows lies inside so many rows; None if rows follow no batch dim.
         path: modules that were running, outermost first.
         untouched: nothing that was followed arrived: what goes in is made of no number of the sample's.
         repeated: a stack that one forward contracted several times, an expert at a time.
@@ -64,7 +64,7 @@ class Test:
 
 @dataclass
 class Reached:
-    """Where the taints of one forward arrived.
+    """Arrivals of one forward's taints.
 
     Arguments:
         features: call -> bool [rows, in features].

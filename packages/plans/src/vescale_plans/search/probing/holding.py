@@ -70,7 +70,7 @@ def holding_of(
 
 
 def _longer(ran: nn.Module, sample: Sample, *told: Any) -> Step | None:
-    """With more positions; None where that many do not go in."""
+    """Runs a step with more positions; None if that many do not go in."""
     try:
         return Step(ran, sample.longer(LONGER), *told, ROWS[1])
     except Exception:
@@ -78,7 +78,7 @@ def _longer(ran: nn.Module, sample: Sample, *told: Any) -> Step | None:
 
 
 def _everywhere(held: Holding, chains: Sequence[Chain]) -> Holding:
-    """With blocks that did not run as the last of their kind that did."""
+    """Completes blocks that did not run from the last of their kind that did."""
     blocks = {}
     for chain in chains:
         like: dict[int, str] = {}
@@ -144,7 +144,7 @@ def _summed(few: Step, many: Step, longer: Step | None, positions: int) -> Holdi
 
 
 def _began(run: Step, block: str) -> list[tuple[str, int]]:
-    """When the backward of each module of a block begins, of those that save anything."""
+    """Finds when the backward of each module of a block begins, of those that save anything."""
     return [(place[1], begins) for place, (_, _, begins) in run.calls.items() if place[0] == block and begins >= 0]
 
 
@@ -197,7 +197,7 @@ def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amoun
 
 
 def _worst(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
-    """Those that no other is as large as in every part."""
+    """Returns the amounts that no other exceeds in every part."""
     kept: list[Amount] = []
     for one in sorted({Amount(*(round(part, 3) for part in amount)) for amount in amounts}, reverse=True):
         if not any(all(k >= o for k, o in zip(other, one)) for other in kept):

@@ -44,12 +44,12 @@ class Influences:
     # ------------------------------------------------------------ what is asked
 
     def sampled(self, keys: Iterable[Key], *, bridge: bool = False) -> Reaches:
-        """By the first feature, the last, and one between."""
+        """Tests by the first feature, the last, and one between."""
         tests = [Test(key, torch.tensor([at])) for key in keys for at in self._samples(key, 3)]
         return self._reaches(self._in_rows(tests, {}, bridge, is_sample=not bridge), {})
 
     def in_full(self, keys: Iterable[Key], sampled: Reaches, *, bridge: bool = False) -> Reaches:
-        """By all features, in units: of sinks that samples showed not to mix them."""
+        """Tests all features, in units, of sinks that samples showed not to mix them."""
         keys = list(keys)
         units = self._units(keys, sampled)
         counts = {key: -(-self._size(key) // units[key]) for key in keys}
@@ -74,8 +74,8 @@ class Influences:
         return self._reaches({key: clear[key] for key in keys if key in clear}, units)
 
     def _neighbours(self, sampled: Mapping[Key, Influence], size: int, unit: int) -> int:
-        """How many neighbouring units fill whole atoms of every sink, where its features are as many as the samples
-        reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
+        """Returns how many neighbouring units fill whole atoms of every sink, if its features are as many as the
+        samples reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
         calls, found = self._findings.calls, 1
         for sink, one in sampled.items():
             if not one.is_mixing:
@@ -98,7 +98,8 @@ class Influences:
         return features[features < size]
 
     def _units(self, keys: Sequence[Key], sampled: Mapping[Key, Mapping[Key, Influence]]) -> dict[Key, int]:
-        """How many neighbouring features are tested together: a common divisor of what samples reached at each sink."""
+        """Returns how many neighbouring features are tested together: a common divisor of what samples reached at each
+        sink."""
         sinks: dict[Key, int] = {}
         for reached in sampled.values():
             for sink, one in reached.items():
@@ -148,8 +149,8 @@ class Influences:
         bridge: bool = False,
         among: Mapping[Key, frozenset[Key]] | None = None,
     ) -> Reached:
-        """Where these tests arrive, in one forward; it ends when the sinks `among` which they are looked for are
-        met."""
+        """Runs one forward, and returns where these tests arrive; it ends when the sinks `among` which they are looked
+        for are met."""
         sinks = [(among or {}).get(test.key) for part in (*tests.values(), everywhere) for test in part]
         until = None if None in sinks or not sinks or bridge else frozenset().union(*sinks)
         calls = self._findings.calls
@@ -268,7 +269,7 @@ class Influences:
                 self._add(rows, test, 0, self.taints(1, {}, (test,)), hidden)
 
     def _reached_by(self, keys: Sequence[Key]) -> Reached:
-        """Where all features of these calls arrive."""
+        """Returns where all features of these calls arrive."""
         return self.taints(1, {}, [Test(key, torch.arange(self._size(key))) for key in keys])
 
     def _reaching(self, keys: Sequence[Key], hidden: set[Key]) -> Iterator[Key]:

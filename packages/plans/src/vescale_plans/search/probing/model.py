@@ -109,9 +109,9 @@ def plain_kernels() -> Iterator[None]:
 
 
 class OnOneDevice(TorchFunctionMode):
-    """For functions that check in C++ that all tensors lie on one device, before anything below sees them: attention
-    gets values for a parameter that it is given, and recurrent layers run step by step, in products with theirs, by
-    torch's decompositions."""
+    """Answers functions that check in C++ that all tensors lie on one device, before anything below sees them:
+    attention gets values for a parameter that it is given, and recurrent layers run step by step, in products with
+    theirs, by torch's decompositions."""
 
     def __init__(self, operands: Operands, recurrent: bool) -> None:
         super().__init__()

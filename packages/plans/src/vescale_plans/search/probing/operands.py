@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the elements of a strided tensor lie in its storage."""
+    """Places of a strided tensor's elements in its storage."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -99,8 +99,8 @@ class _Prober:
             sites.setdefault(name, Site(name, batch, position, tensor.shape[-1]))
 
     def _by_sizes(self, first: Probe, other: Probe) -> None:
-        """Where rows lie of which nothing was followed (steps of a diffusion, made from integers): the one dim that was
-        as large as the batch in two forwards."""
+        """Finds rows of which nothing was followed (steps of a diffusion, made from integers): the one dim that was as
+        large as the batch in two forwards."""
         for key, call in self.findings.calls.items():
             if call.untouched and call.outer is None and key in first.leading and key in other.leading:
                 one, two = first.leading[key], other.leading[key]

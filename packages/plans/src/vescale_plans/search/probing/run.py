@@ -330,7 +330,7 @@ class Probe(TorchDispatchMode):
 
 
 def _outer(tagged: Tensor, batch: int) -> int | None:
-    """How many times the pattern [batch, inner], with row 1 tagged, is repeated."""
+    """Returns how many times the pattern [batch, inner], with row 1 tagged, is repeated."""
     rows = tagged.numel()
     if rows % batch:
         return None

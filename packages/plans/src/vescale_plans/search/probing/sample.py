@@ -32,7 +32,7 @@ class Sample:
 
     Arguments:
         args, kwargs: tensors [entries of the row, ...], or what all rows share.
-        entries: per tensor, in order: 1, or more, or 0 of what all rows share; empty where all are 1.
+        entries: per tensor, in order: 1, or more, or 0 of what all rows share; empty if all are 1.
         others: the same inputs read otherwise, in the order in which to try them.
     """
 
@@ -148,7 +148,7 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS, *
 
 
 def _counts(tensors: Sequence[Tensor], rows: int | None) -> list[int]:
-    """How many rows the tensors may have, in the order in which to try it."""
+    """Returns how many rows the tensors may have, in the order in which to try it."""
     lengths = Counter(len(tensor) for tensor in tensors if tensor.ndim)
     most = max(lengths, key=lambda length: (lengths[length], length == rows), default=0)
     least = min(lengths, default=0)
@@ -164,7 +164,7 @@ def _products(tensors: Sequence[Tensor], rows: int) -> Iterator[tuple[int, ...]]
 
 
 def _ways(tensor: Tensor, rows: int) -> tuple[int, ...]:
-    """How many entries of its first dim may be a row's."""
+    """Returns how many entries of its first dim may be a row's."""
     size = len(tensor)
     if size == rows:
         return (1,)

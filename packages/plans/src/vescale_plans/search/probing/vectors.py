@@ -68,7 +68,7 @@ def vectors_reach(
 
 
 def _disjoint(vectors: Iterable[_Vector]) -> Iterator[list[_Vector]]:
-    """Those that share a forward: no sink is two's."""
+    """Yields those that share a forward: no sink is two's."""
     waiting = list(vectors)
     while waiting:
         taken: set[Key] = set()
@@ -109,7 +109,7 @@ class _Tests:
                 yield one, _reach(one, clear)
 
     def each(self, vectors: list[_Vector]) -> Iterator[tuple[_Vector, Reach]]:
-        """By a test for each unit, of those whose samples do not reach alike."""
+        """Tests each unit of those whose samples do not reach alike."""
         sampled = self._at(vectors, {one.name: sorted({0, len(one.units) // 3, len(one.units) - 1}) for one in vectors})
         left = [one for one in vectors if not any(reach.is_mixing for reach in sampled[one.name].values())]
         whole = self._at(left, {one.name: range(len(one.units)) for one in left})
