@@ -43,7 +43,7 @@ class Step:
     loss: as given.
     gradient_norm: of the whole gradient that the optimizer stepped with.
     tokens_per_second: of all ranks together.
-    mfu: share of the data sheet's peak of all devices; None where it is not known.
+    mfu: share of the data sheet's peak of all devices; None if it is not known.
     memory: bytes of this rank's device at the highest since the last; on a host, of the process.
     communication: share of the time that this rank's host waited in collectives.
     """
@@ -72,7 +72,7 @@ class Step:
 
 
 class Writer(Protocol):
-    """Where steps go, on the first rank: `JSONLines`, `ProgressLine`, `TensorBoard`, `WandB`, `Values` for all else."""
+    """Receives steps, on the first rank: `JSONLines`, `ProgressLine`, `TensorBoard`, `WandB`, `Values` for all else."""
 
     def write(self, step: Step) -> None: ...
 

@@ -33,7 +33,7 @@ Place = tuple[str, str, int, str]
 
 
 def place_name(step: int, place: Place) -> str:
-    """As `keep` takes it."""
+    """Names a place as `keep` takes it."""
     direction, module, call, tensor = place
     return f"{step}/{direction}/{module}/{call}/{tensor}"
 
@@ -290,7 +290,8 @@ def _append(path: Path, step: int, everyones: Sequence[Mapping[Place, Row]]) -> 
 
 
 def _in_order(everyones: Sequence[Mapping[Place, Row]]) -> Iterable[Place]:
-    """As computed: forwards by rank, which is by stage where ranks hold different modules; the rest from the last."""
+    """Orders places as computed: forwards by rank, which is by stage if ranks hold different modules; the rest from the
+    last."""
     forwards = (place for rows in everyones for place in rows if place[0] == "forward")
     others = (place for rows in reversed(everyones) for place in rows if place[0] != "forward")
     return dict.fromkeys((*forwards, *others))

@@ -48,7 +48,7 @@ def _named(option: str, unknown: str) -> Callable[[Any], str]:
 
 
 def _memory(value: Any) -> str:
-    """At least so many bytes, in four digits."""
+    """Formats at least so many bytes, in four digits."""
     return "--memory GIB" if value is ... else f"--memory {value / GIB * 1.0005:.4g}"
 
 

@@ -137,7 +137,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """That a transformers configuration asks for; float32 of any other model."""
+    """Returns the dtype that a transformers configuration asks for; float32 for any other model."""
     asked = getattr(getattr(model, "config", None), "dtype", None)
     return (getattr(torch, asked, None) if isinstance(asked, str) else asked) or torch.float32
 

@@ -51,7 +51,7 @@ def met(ranks: Spans) -> list[dict[int, Span]]:
 
 
 def lost(ranks: Spans) -> dict[int, Lost]:
-    """By rank."""
+    """Returns the lost seconds by rank."""
     waiting, last, times = defaultdict(float), defaultdict(int), defaultdict(int)
     for together in met(ranks):
         latest = max(together, key=lambda rank: together[rank]["start"])
@@ -69,7 +69,7 @@ def lost(ranks: Spans) -> dict[int, Lost]:
 
 
 def straggler(ranks: Spans) -> str:
-    """The rank that most others wait for, in words; empty where nobody stands out."""
+    """The rank that most others wait for, in words; empty if nobody stands out."""
     found = lost(ranks)
     if len(found) < 2 or not any(one.met for one in found.values()):
         return ""

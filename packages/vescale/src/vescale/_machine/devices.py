@@ -79,7 +79,7 @@ def _cpu_name() -> str:
 
 
 def _links(count: int) -> list[str]:
-    """NVLinks and PCIe of the first GPU, as the driver says; nothing where its library is not installed."""
+    """NVLinks and PCIe of the first GPU, as the driver says; nothing if its library is not installed."""
     try:
         import pynvml
 

@@ -137,7 +137,7 @@ def operators(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
 
 
 def products(dtype: torch.dtype, device: torch.device, base: int) -> Iterator[Probe]:
-    """As a linear layer multiplies in forward, for its input's gradient, and for its weight's."""
+    """Yields the products of a linear layer: forward, its input's gradient, and its weight's."""
     for units in PRODUCTS:
         m, n, k = (base * unit for unit in units)
         x, w, g = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((m, k), (n, k), (m, n)))

@@ -133,13 +133,13 @@ class RankState:
             warnings._filters_mutated()
 
     def leave(self) -> None:
-        """It does not."""
+        """Puts the rank's state away."""
         self._values = [place.read() for place in _places()]
         self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._numbers = _numbers()
 
     def come_back(self) -> None:
-        """To what stood outside: names that were not in the environment are gone again."""
+        """Restores the outer state: names that were not in the environment are gone again."""
         for name in _ENVIRONMENT:
             os.environ.pop(name, None)
         self.enter()
@@ -155,7 +155,7 @@ class RankState:
 
 
 def _numbers() -> tuple:
-    """Where the generators are, and what torch makes where nothing is said."""
+    """Returns the generators' places, and torch's default dtype."""
     return torch.get_rng_state(), generators.places(), torch.get_default_dtype()
 
 

@@ -152,7 +152,7 @@ class Turns:
             self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True, True))
 
     def place(self, rank: int) -> str:
-        """Where a rank is, in words."""
+        """Describes a rank's place, in words."""
         wait = self._waits[rank]
         if self._ended[rank]:
             return "it came to its end"
@@ -171,7 +171,7 @@ class Turns:
             raise Ended
 
     def _next(self, rank: int) -> int | None:
-        """Who runs after this one. Those who yield take turns, after all others."""
+        """Returns the rank that runs after this one. Those who yield take turns, after all others."""
         for other in self._lately:
             wait = self._waits[other]
             if (wait is None and other != rank or wait is not None and not wait.yields) and self._may_run(other):

@@ -58,7 +58,7 @@ class Planned:
     """Of the model that is being saved."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the Trainer's own, of which the model is sharded."""
+        """Makes the Trainer's model, sharded."""
         return self._shard(super().call_model_init(trial))
 
     def _shard(self, model: nn.Module) -> nn.Module:
@@ -72,7 +72,7 @@ class Planned:
             super()._move_model_to_device(model, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's own, of whole tensors, which all ranks make and the first one writes."""
+        """Saves whole tensors as the Trainer does: all ranks make them, and the first one writes."""
         self._whole = whole_state_dict(self.model)  # here: of `_save` some releases make a call on the first rank alone
         try:
             super().save_model(output_dir, _internal_call)
