@@ -1,4 +1,5 @@
-"""For users' own functions: rules, local maps, autograd Functions; and zero-copy bridges to torch's DTensor."""
+"""Extension by users' own functions: rules, local maps, autograd Functions; and zero-copy bridges to torch's
+DTensor."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Report:
 
     Arguments:
         sent: collectives beside gradient syncs and gathers of sharded parameters.
-        least: what the plan's cut weights need, None where the model is none that `parallelize` made.
+        least: what the plan's cut weights need, None if the model is none that `parallelize` made.
         boundaries: glob of modules -> {axis: placement} of their outputs, which a plan would say.
         advice: most bytes first.
     """

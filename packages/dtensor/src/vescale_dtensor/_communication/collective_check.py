@@ -154,7 +154,7 @@ def _text_of(rank: int, place: int) -> slice:
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:
-    """The group's board, one per process; None where its ranks are no processes."""
+    """The group's board, one per process; None if its ranks are no processes."""
     if os.environ.get("VESCALE_BOARD") == "0" or group.size() < 2 or dist.get_backend(group) in ALONE:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))

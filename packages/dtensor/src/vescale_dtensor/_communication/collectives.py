@@ -76,7 +76,7 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 
 
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
-    """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
+    """Gathers local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     count = mesh.count(axes)
     call, rank_group = pairs.directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
     names = rank_group.axes
@@ -188,7 +188,8 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
 
 
 def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
-    """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
+    """Reduces contiguous rows [n * d0, d1, ...], each d0 meant for the next rank, to their sum over ranks, of
+    `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
     rank_group, native = mesh.rank_group(axes), _engine(mesh, axes).reduces
     names = rank_group.axes

@@ -23,7 +23,7 @@ def leave_word(store: Store, rank: int) -> None:
 
 
 def found(store: Store) -> str | None:
-    """The ranks of this machine whose processes have ended, in words; None where all run. Cost: two requests."""
+    """The ranks of this machine whose processes have ended, in words; None if all run. Cost: two requests."""
     machine = _machine()
     if machine is None or not store.check([_key(machine)]):
         return None
@@ -49,8 +49,8 @@ def _machine() -> str | None:
 
 
 def _began(pid: int) -> int | None:
-    """When a process began, in ticks since this machine's start, by which ids that are given again differ; None once it
-    has ended, also while its parent has not asked how."""
+    """Returns when a process began, in ticks since this machine's start, by which ids that are given again differ; None
+    once it has ended, also while its parent has not asked how."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
         return None if fields[0] in "ZX" else int(fields[19])

@@ -1,4 +1,4 @@
-"""Why a rank ended, for the ranks that find it gone.
+"""Tells the ranks that find one gone why it ended.
 
 A rank whose user code raises between two collectives ends its process, and the others
 see a broken connection. So an exception that nobody caught is written into the store

@@ -1,4 +1,4 @@
-"""Who communicated, and why: the hook that `comm_trace` and `strict` hang on.
+"""Names who communicated, and why: the hook that `comm_trace` and `strict` hang on.
 
 Free when nobody listens: a collective tests one list for emptiness. The cause is a
 pair of module globals that dispatch sets before it converts, so that a failing

@@ -63,7 +63,7 @@ class _Word:
 
 
 def namespace(*, together: bool = False) -> Namespace | None:
-    """That of the joined world; None while rank 0's word has not come, or where nobody has joined.
+    """Returns the names of the joined world; None while rank 0's word has not come, or if nobody has joined.
 
     together: whether all ranks ask now; those of a world without a backend for the host then wait for each other.
     """
@@ -83,7 +83,7 @@ def namespace(*, together: bool = False) -> Namespace | None:
 
 
 def await_namespace() -> Namespace:
-    """That of the joined world; every rank asks. Waits for rank 0 as a collective does.
+    """Returns the names of the joined world; every rank asks. Waits for rank 0 as a collective does.
 
     Raises CommunicationError where it is gone, or does not come within the group's time limit.
     """

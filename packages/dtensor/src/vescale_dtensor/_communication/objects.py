@@ -75,7 +75,7 @@ class Apart(NamedTuple):
 
 
 def first_apart(value: object, mesh: Mesh) -> Apart | None:
-    """The first rank whose value is not rank 0's, the same on all ranks; None where all agree. Cost: `fold_objects`."""
+    """The first rank whose value is not rank 0's, the same on all ranks; None if all agree. Cost: `fold_objects`."""
 
     def fold(parts: list[tuple[int, Any, Apart | None]]) -> tuple[int, Any, Apart | None]:
         rank, first, _ = parts[0]

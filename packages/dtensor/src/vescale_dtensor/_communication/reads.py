@@ -50,7 +50,7 @@ class Messages:
         return self._rank
 
     def _allgather_base(self, out: Tensor, part: Tensor, options: Any = None) -> _Over:
-        """By doubling: after k rounds a rank has what the 2^k ranks from it on had (Bruck et al., 1997)."""
+        """Gathers by doubling: after k rounds a rank has what the 2^k ranks from it on had (Bruck et al., 1997)."""
         if self.brought is not None:
             rows, self.brought = self.brought[:, : part.nbytes].contiguous(), None
             if not torch.equal(rows[self._rank], bits_of(part).cpu()):
@@ -117,7 +117,7 @@ class ReadMesh(Mesh):
 
 
 def reading_mesh(mesh: Mesh) -> ReadMesh | None:
-    """The twin over which values of the mesh's tensors are read; None where its groups cannot have one."""
+    """The twin over which values of the mesh's tensors are read; None if its groups cannot have one."""
     if mesh._reading is None:
         mesh._reading = (ReadMesh(mesh) if _has_gloo(mesh) else None,)
     return mesh._reading[0]

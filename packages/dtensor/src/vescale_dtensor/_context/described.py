@@ -101,7 +101,7 @@ class Held:
         return self.description.device
 
     def part(self, tile: Tile) -> Tensor | None:
-        """[batch, 1, rows, columns]; None where the tile's rows see all of its columns."""
+        """[batch, 1, rows, columns]; None if the tile's rows see all of its columns."""
         if tile.clear:
             return None
         columns = torch.arange(*tile.places, device=self.device)

@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
 
 
 def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swaps: bool) -> Meeting | None:
-    """The axis that alone cuts the sequence of q, of k and of v; None where there is none.
+    """The axis that alone cuts the sequence of q, of k and of v; None if there is none.
 
     swaps: whether the kernel can attend some of the heads by itself (it draws nothing). The same on all ranks.
     """

@@ -67,7 +67,7 @@ class Merged:
         return self._out.to(dtype), self._lse
 
     def _make_room(self) -> None:
-        """For rows that have seen nothing so far."""
+        """Makes room for rows that have seen nothing so far."""
         shape = (*self._query.shape[:-1], self._value.shape[-1])
         if len(shape) == 4:
             batch, heads, rows, width = shape

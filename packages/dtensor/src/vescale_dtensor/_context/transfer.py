@@ -33,7 +33,7 @@ class UnderWay(NamedTuple):
 
 
 def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axis: int, kind: str) -> UnderWay | None:
-    """Posts messages to and from ranks of the axis; None where there is none. Pairs with `wait`.
+    """Posts messages to and from ranks of the axis; None if there is none. Pairs with `wait`.
 
     Announced as one event with as many messages as are received.
     """

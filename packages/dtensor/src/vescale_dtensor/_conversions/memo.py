@@ -138,7 +138,7 @@ def _computed_in(source: Tensor) -> Scope:
 
 
 def times_seen(base: Tensor, what: object) -> int:
-    """How often the innermost scope, or one around it, was asked this of the same version of `base`; 0 outside.
+    """Returns how often the innermost scope, or one around it, was asked this of the same version of `base`; 0 outside.
 
     What is remembered of the base from then on holds as long as that scope.
     """
@@ -156,5 +156,5 @@ def times_seen(base: Tensor, what: object) -> int:
 
 
 def version(source: Tensor) -> int:
-    """How often it was written. Call with dispatch disabled."""
+    """Returns how often it was written. Call with dispatch disabled."""
     return -1 if source.is_inference() else source._version

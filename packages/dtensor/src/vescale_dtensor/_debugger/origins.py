@@ -1,4 +1,4 @@
-"""Where a tensor's layout came from: functions, lines and conversions, kept while somebody asks for it."""
+"""Traces a tensor's layout to functions, lines and conversions, kept while somebody asks for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Origin:
                 yield from operand.origin.lines(depth - 1, indent + "    ")
 
     def reasons(self) -> Iterator[str]:
-        """Why each axis of the mesh is as it is, in words."""
+        """Says why each axis of the mesh is as it is."""
         for axis, name in enumerate(self.layout.mesh.names):
             given = [one for one in self.operands if one.layout.mesh is self.layout.mesh]
             sent = [event for event in self.sent if name in event.axes]

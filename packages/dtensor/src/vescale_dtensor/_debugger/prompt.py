@@ -182,7 +182,7 @@ class _Commands(io.TextIOBase):
 
 
 class _Idle(Exception):
-    """Nothing was typed for too long."""
+    """Raised if nothing was typed for too long."""
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Wire:
         self._early: dict[str, str] = {}
 
     def another(self) -> Wire:
-        """For another thread."""
+        """Returns a wire for another thread."""
         store = self._store()
         return Wire(None if store is None else store.clone())
 
@@ -88,7 +88,7 @@ class Simulation(Protocol):
         """Lets the others run."""
 
     def place(self, rank: int) -> str:
-        """Where a rank is."""
+        """Says where a rank is."""
 
 
 simulation: Simulation | None = None
@@ -144,7 +144,8 @@ class Stop:
             self.wire.put(f"{self.name}/out/{self.number}/{self.rank}", text)
 
     def answers(self, tell: Callable[[str], None]) -> dict[int, str]:
-        """On the driver: what all that are here have to say, once all have; whoever came late is here from now on."""
+        """Returns, on the driver, what all that are here have to say, once all have; whoever came late is here from now
+        on."""
         if self.size == 1:
             return {}
         for rank in self._came() & set(self.absent):
@@ -178,14 +179,14 @@ class Stop:
         return found
 
     def send(self, line: str) -> None:
-        """On the driver: the next command."""
+        """Sends, on the driver, the next command."""
         if self.size > 1:
             self.present -= self._beats.gone
             self.wire.put(f"{self.name}/line/{self.number}", json.dumps([line, sorted(self.present)]))
         self.number += 1
 
     def receive(self) -> str | None:
-        """On the others: the next command, once it was typed; None where the driver does not come to this line.
+        """Returns, on the others, the next command, once it was typed; None if the driver does not come to this line.
 
         Raises CommunicationError when the driver is gone.
         """
@@ -327,7 +328,7 @@ class NoBeats:
         self.gone: set[int] = set()
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: nothing was begun."""
 
 
 def answer_where(store: dist.Store, rank: int, answered: str | None, place: Callable[[], str]) -> str | None:

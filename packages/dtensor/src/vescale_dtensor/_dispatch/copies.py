@@ -173,7 +173,7 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
 
 
 def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwargs: dict) -> bool | None:
-    """True if `function` of one device's tensor, which has these sizes, would be no view of it. None where its strides
+    """True if `function` of one device's tensor, which has these sizes, would be no view of it. None if its strides
     are not known."""
     strides = global_stride(tensor.stride(), tensor.shape, layout)
     if strides is None:

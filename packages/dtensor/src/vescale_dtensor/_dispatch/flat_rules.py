@@ -98,7 +98,8 @@ def _itself(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def on_flat(call: Call, signature: Signature) -> Decision | None:
-    """On flat shards; None when the function looks at dims, or a partial operand would have to be reduced in place."""
+    """Decides on flat shards; None if the function looks at dims, or a partial operand would have to be reduced in
+    place."""
     cut = [operand for operand in call.operands if operand.layout.flat_axis is not None]
     lead = cut[0].layout
     outputs = set(signature.outputs)

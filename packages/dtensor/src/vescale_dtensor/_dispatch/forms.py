@@ -105,7 +105,7 @@ def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
 
 
 def partial_in_place(call: Call, signature: Signature) -> Decision | None:
-    """For an in-place call that self's layout forbids because self is partial; None when that is not why."""
+    """Decides an in-place call that self's layout forbids because self is partial; None if that is not why."""
     own = call.operands[0]
     if not own.layout.is_partial or not (call.args and call.args[0] is own):
         return None

@@ -44,7 +44,7 @@ def in_order(
 ) -> Callable:
     """`run`, a local call on tensors that lie as `given`; its result, of the layout `out`, has strides that tell.
 
-    `places`: of the tensors among its arguments; None where some are in lists, or have names.
+    `places`: of the tensors among its arguments; None if some are in lists, or have names.
     Free where no dim is cut to one index. Else a look at the strides of what is given.
     """
     if out.ndim < 2 or any(layout.flat_axis is not None for layout in (out, *given)):
@@ -121,7 +121,7 @@ def _collected(args: tuple, kwargs: dict) -> list[Tensor]:
 def _wanted(
     function: Callable, args: tuple, kwargs: dict, tensors: Sequence[Tensor], given: Sequence[Layout], out: Layout
 ) -> tuple[int, ...] | None:
-    """The shard's strides of what `function` makes on one device; None where that cannot be told."""
+    """The shard's strides of what `function` makes on one device; None if that cannot be told."""
     likes = []
     for tensor, layout in zip(tensors, given):
         whole = global_stride(tensor.stride(), tensor.shape, layout)

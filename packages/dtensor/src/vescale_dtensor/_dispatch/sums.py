@@ -60,7 +60,7 @@ def alike(decision: Decision, operands: Sequence[Operand]) -> tuple[tuple[int, t
 
 
 def as_zeros(call: Call, rule: Callable, decision: Decision) -> Layout | None:
-    """The layout in which the first operand, were it nothing but zeros, takes parts of sums as they are; None where
+    """The layout in which the first operand, were it nothing but zeros, takes parts of sums as they are; None if
     none of the others is to be added up for it, and for what does not add by index."""
     if call.function not in BY_INDEX:
         return None

@@ -52,7 +52,8 @@ class Form:
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, held: list[Tensor], places: blocks.Places, grouped: bool
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """On plain tensors or shards, which hold `places` of the whole: the result, and the statistics asked for."""
+        """Runs on plain tensors or shards, which hold `places` of the whole; returns the result, and the statistics
+        asked for."""
         query, key, value = alias(query), alias(key), alias(value)
         by = {of: alias(tensor) for of, tensor in zip(self._held, held)}
         score_mod = blocks.at_global(replaced(self.score_mod, by), places, query.device, scores=True)

@@ -54,7 +54,7 @@ def stands_in(query: Tensor) -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-    """As torch's flex_attention, on plain tensors."""
+    """Runs torch's flex_attention on plain tensors."""
     if not stands_in(query):
         with without_dispatch_modes():
             return compiled(FLEX)(query, key, value, **given)

@@ -62,7 +62,8 @@ def cut_ranges(placement: Shard | InterleavedShard, size: int, count: int) -> tu
 
 @lru_cache(maxsize=65536)
 def cut_sizes(state: State, size: int, count: int) -> tuple[int, ...]:
-    """How many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be many."""
+    """Returns how many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be
+    many."""
     if state.units is not None:
         return tuple(stop - start for ((start, stop),) in cut(state, size, count))
     if state.order is not None:
@@ -143,7 +144,7 @@ def intersect(mine: Ranges, theirs: Ranges) -> list[tuple[int, int]]:
 
 
 def local_offset(ranges: Ranges, index: int) -> int:
-    """Where the global `index` lies in the local tensor that holds `ranges`."""
+    """Returns the place of the global `index` in the local tensor that holds `ranges`."""
     at = 0
     for start, stop in ranges:
         if start <= index < stop:

@@ -84,7 +84,7 @@ def once_more(tensor: Tensor) -> Tensor:
 
 
 def _origin(tensor: Tensor) -> Origin | None:
-    """None where there is none, or one of the two was written to since."""
+    """Returns the origin; None if there is none, or one of the two was written to since."""
     origin = tensor.__dict__.get("_origin")
     if origin is None or origin.versions != (origin.source._version, tensor._version) or not tensor.requires_grad:
         return None

@@ -87,7 +87,7 @@ class Communicator:
 
 
 def asked_by() -> str:
-    """Who asks, as snapshots and errors name it."""
+    """Names who asks, as snapshots and errors do."""
     return asker(sys._getframe(1))
 
 

@@ -271,8 +271,8 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
 
 
 def _layout_behind(source: Any) -> Layout | None:
-    """That of an input's gradient, None of a plain input. An edge of the graph names it where it leads to a leaf, or
-    to a node that was asked of a DTensor."""
+    """Returns the layout of an input's gradient, None for a plain input. An edge of the graph names it where it leads
+    to a leaf, or to a node that was asked of a DTensor."""
     if isinstance(source, GradientEdge):
         node = source.node
         variable = getattr(node, "variable", None)  # of a node that accumulates

@@ -122,8 +122,9 @@ def _refuse_to_share(held: DTensor, given: DTensor) -> None:
 
 
 def _refuse_to_add(tensor: DTensor, given: Tensor, held: DTensor) -> None:
-    """On one device a backward adds into the memory that was given. Where a gradient is a part or a copy of it, it
-    does not: if somebody still holds that memory then, and the gradient is the same one, all ranks raise."""
+    """Refuses to add a backward's gradient into memory that was given, as one device does. Where a gradient is a part
+    or a copy of it, it does not: if somebody still holds that memory then, and the gradient is the same one, all ranks
+    raise."""
     theirs, own = [ref(one) for one in (given, given._base) if one is not None], ref(held)
     owner = tensor.__dict__.get("_owner")
     if owner is not None and owner.hooks is not None and tensor._post_accumulate_grad_hooks is None:

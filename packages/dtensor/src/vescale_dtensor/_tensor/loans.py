@@ -23,7 +23,7 @@ from .tensor import DTensor
 
 
 class Held(enum.Enum):
-    """Where a view of a parameter lies."""
+    """Place of a parameter's view."""
 
     STAYS = "in memory that follows the parameter"
     COMES_AND_GOES = "in memory that is freed between uses of the parameter"
@@ -75,7 +75,7 @@ class Loan:
         self._owner.written()
 
     def where(self, local: Tensor) -> Held:
-        """Where a plain tensor over the view's memory lies."""
+        """Tells where a plain tensor over the view's memory lies."""
         return self._owner.where(local)
 
     def end(self) -> None:

@@ -65,7 +65,7 @@ def _accumulated(node: Any) -> Layout | None:
 class GlobalNode(Node):
     """A node of the graph, as code that uses DTensors sees it: `below` is autograd's own.
 
-    layout: of the gradient with respect to the node's output `number`; None where it is not known.
+    layout: of the gradient with respect to the node's output `number`; None if it is not known.
     """
 
     def __init__(self, node: Any, number: int, layout: Layout | None) -> None:

@@ -33,8 +33,8 @@ class Allocations:
             yield
 
     def peak(self, phase: str, time: int = -1) -> Counter[str]:
-        """At the worst moment of a phase (of those of that name, the one that came at place `time`): bytes by the
-        phases that they were allocated in; "" outside of all. Where other threads allocate too, who gave an address
+        """Returns, at the worst moment of a phase (of those of that name, the one that came at place `time`), bytes by
+        the phases that they were allocated in; "" outside of all. Where other threads allocate too, who gave an address
         back before whom is told by the clock, so that the sum may be off `total` by a few tensors."""
         start, stop, _ = [one for one in self._phases if one[2] == phase][time]
         inside = [at for at, event in enumerate(self._events) if start <= event[0] <= stop]
@@ -78,8 +78,8 @@ _TURN_S = 0.004
 
 
 def _apart(events: list[tuple[int, int, int, int]], before: int) -> Iterator[tuple[int, int, int, int]]:
-    """With totals of what was allocated since the first event alone: what lived before, and is let go of meanwhile,
-    was never in them."""
+    """Yields events with totals of what was allocated since the first event alone: what lived before, and is freed
+    meanwhile, was never in them."""
     ours: set[int] = set()
     for when, address, size, total in events:
         if size > 0:

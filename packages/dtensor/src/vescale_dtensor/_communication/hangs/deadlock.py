@@ -30,7 +30,7 @@ class Waits:
         self._store, self._rank, self._told = store, rank, 0
 
     def look(self) -> RankGroup | None:
-        """The group over which this rank waits in a deadlock; None where there is none, or none is known yet. A rank
+        """The group over which this rank waits in a deadlock; None if there is none, or none is known yet. A rank
         that has not waited for AFTER_S asks the store nothing."""
         entry = next((one for one in list(recorder.ring) if _waits(one)), None)
         if entry is None:

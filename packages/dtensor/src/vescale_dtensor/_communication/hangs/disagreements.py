@@ -73,7 +73,7 @@ def _unanswered(reports: Mapping[int, Report], members: Mapping[int, list[dict]]
 
 
 def _out_of_step(reports: Mapping[int, Report], members: Mapping[int, list[dict]], of: str, axis: str) -> Iterator:
-    """Where the same number is not the same communication, or not everybody has come to it."""
+    """Yields numbers that are not the same communication on all ranks, or that not everybody has come to."""
     known = {rank: {event["number"]: event for event in events} for rank, events in members.items()}
     odd = _first_odd(known)
     if odd is not None:

@@ -65,7 +65,7 @@ def verdict() -> str | None:
 
 
 def bound_seconds() -> float:
-    """How long a wait may take."""
+    """Returns how long a wait may take."""
     given = seconds("VESCALE_HANG_SECONDS", None)
     if given is not None:
         return given
@@ -118,7 +118,7 @@ class Watch:
             close(process_group)
 
     def _place(self) -> str:
-        """Where this rank is, in a line."""
+        """Describes this rank's place, in a line."""
         waits = [
             f"in {entry[1]} over axis {', '.join(entry[2].axes)}"
             for entry in list(recorder.ring)

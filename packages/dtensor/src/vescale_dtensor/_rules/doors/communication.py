@@ -63,7 +63,7 @@ def _functions(names: list[str]) -> list[Callable]:
 
 @handler(_functions(_ALIKE))
 def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
-    """Nothing to do within the tensor's own mesh; no communication."""
+    """Does nothing within the tensor's own mesh; no communication."""
     given = args[0] if args else next(kwargs[name] for name in ("tensor", "tensors") if name in kwargs)
     tensors = [t for t in (given if isinstance(given, (tuple, list)) else [given]) if type(t) is DTensor]
     name = function_name(function)

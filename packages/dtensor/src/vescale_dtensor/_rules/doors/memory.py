@@ -191,7 +191,7 @@ def _origin(tensor: DTensor) -> Any:
 def _with_gaps(
     found: tuple[int, ...], strides: Sequence[int], tensor: DTensor, base: DTensor
 ) -> tuple[int, ...] | None:
-    """The strides of a view are multiples of its base's, of which it is known how they grew; None where a stride is a
+    """The strides of a view are multiples of its base's, of which it is known how they grew; None if a stride is a
     multiple of several, which grew unlike each other."""
     with local_only():
         below, sizes, own_sizes = base.stride(), base.shape, tensor.shape
@@ -230,7 +230,7 @@ def order(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handler(Tensor.storage_offset)
 def storage_offset(function: Callable, args: tuple, kwargs: dict) -> int:
-    """Where one device's tensor begins in its storage: 0 for what is no view."""
+    """Returns where one device's tensor begins in its storage: 0 for what is no view."""
     tensor = args[0]
     with local_only():
         if tensor._layout.base.is_replicated:

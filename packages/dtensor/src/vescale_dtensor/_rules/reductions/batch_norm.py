@@ -58,7 +58,7 @@ def _or_empty(function: Callable) -> Callable:
 
 
 def _batch_norm_arguments(call: Call) -> dict:
-    """By name, for `F.batch_norm` and for `torch.batch_norm`."""
+    """Returns arguments by name, for `F.batch_norm` and for `torch.batch_norm`."""
     names = ["running_mean", "running_var", "weight", "bias", "training"]
     if call.function is torch.batch_norm:
         names = ["weight", "bias", "running_mean", "running_var", "training"]
@@ -182,7 +182,7 @@ def _on_boundaries(layout: Layout, groups: int) -> bool:
 
 @rule(F.instance_norm, torch.instance_norm)
 def instance_norm(call: Call):
-    """With running statistics to update: the fallback."""
+    """Decides instance norm; with running statistics to update, the fallback does."""
     names = ["running_mean", "running_var", "weight", "bias", "use_input_stats"]
     if call.function is torch.instance_norm:
         names = ["weight", "bias", "running_mean", "running_var", "use_input_stats"]

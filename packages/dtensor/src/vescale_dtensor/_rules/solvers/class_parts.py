@@ -32,7 +32,7 @@ def _labels(ndim: int, dim: int) -> tuple:
 
 
 def solved(call: Call, own: Operand, target: Operand, weight: Operand | None, dim: int):
-    """Where the operands go, and the layout of the losses before reduction: partial where classes are split."""
+    """Places the operands, and lays out the losses before reduction: partial if classes are split."""
     labels = _labels(own.ndim, dim)
     each = tuple(label for label in labels if label != "c")
     names = {own.index: labels, target.index: labels if target.shape == own.shape else each}

@@ -1,4 +1,4 @@
-"""Where a cut of one dim lies after a view: pure geometry.
+"""Carries a cut of one dim through a view: pure geometry.
 
 A view lines up runs of input dims with runs of output dims of equal product
 (`groups_of`); only inside such a group do elements change dims. There, in the

@@ -50,7 +50,7 @@ def _is_integer(item: object) -> bool:
 
 
 def parse(index: object, shape: Sequence[int]) -> list[Item] | None:
-    """A basic index, one item per dim of the tensor and per new dim. None where torch would raise."""
+    """A basic index, one item per dim of the tensor and per new dim. None if torch would raise."""
     entries = list(index) if isinstance(index, tuple) else [index]
     missing = len(shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
     if missing < 0 or entries.count(Ellipsis) > 1:

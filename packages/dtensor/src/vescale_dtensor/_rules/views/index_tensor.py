@@ -114,7 +114,7 @@ def _holds_tensor(item: Any) -> bool:
 
 
 def _width(item: Any) -> int:
-    """How many dims of the tensor an entry of an index takes."""
+    """Returns how many dims of the tensor an entry of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype in _MASKS else 1
@@ -131,7 +131,7 @@ def expanded(tensors: list[tuple[int, Tensor]]) -> tuple[tuple[int, ...], list[T
 
 
 def true_positions(mask: Tensor) -> tuple[Tensor, ...]:
-    """Where a mask is true, per dim, the same on every rank. Gathers a sharded mask."""
+    """Returns where a mask is true, per dim, the same on every rank. Gathers a sharded mask."""
     if type(mask) is DTensor:
         layout = mask._layout.base
         mask = convert_operand(mask, layout, layout.invariant, Tensor.__getitem__)
@@ -249,7 +249,7 @@ with_put.__name__ = with_put.__qualname__ = "index_put"
 
 
 def index_position(dims: Sequence[int]) -> int:
-    """Where the dims of the index tensors come in the result: in place when adjacent, else in front."""
+    """Returns the position of the index tensors' dims in the result: in place when adjacent, else in front."""
     return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 

@@ -44,7 +44,7 @@ def _simplest(dim: int, count: int, order: tuple[int, ...]) -> State | None:
 
 def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int, slice]] | None:
     """Slices a layout's cuts by an index of one item per dim, if it takes runs of cut dims and each keeps one: returns
-    the states of the result, and per such dim what this rank takes of its shard. None where a cut has to go, or a dim
+    the states of the result, and per such dim what this rank takes of its shard. None if a cut has to go, or a dim
     is cut by several axes, and where no cut dim is sliced."""
     taken = {item.dim: item for item in items if item.dim is not None and not item.is_full(layout.shape)}
     places = {item.dim: place for place, item in enumerate(item for item in items if not item.drop)}
@@ -85,5 +85,5 @@ def _keeps_cut(state: State, count: int, size: int, taken: range) -> bool:
 
 
 def _within(held: Ranges, start: int, stop: int) -> int:
-    """How many indices of [start, stop) a rank has that holds these ranges."""
+    """Returns how many indices of [start, stop) a rank has that holds these ranges."""
     return sum(max(0, min(high, stop) - max(low, start)) for low, high in held)

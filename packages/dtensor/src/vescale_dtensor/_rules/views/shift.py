@@ -53,8 +53,8 @@ class Shift(NamedTuple):
 
 
 def shift_of(layout: Layout, dim: int, offset: int, length: int) -> tuple[Shift, State] | None:
-    """How a slice or pad of a dim keeps a cut, and which: of a dim whose chunks one axis deals out, and of one that a
-    plan's context axis cuts in one piece per rank. None for every other cut."""
+    """Returns how a slice or pad of a dim keeps a cut, and which: of a dim whose chunks one axis deals out, and of one
+    that a plan's context axis cuts in one piece per rank. None for every other cut."""
     axes = layout.axes_of(dim)
     if len(axes) != 1 or not length:
         return None
