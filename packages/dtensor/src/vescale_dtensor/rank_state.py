@@ -28,7 +28,7 @@ PER_RANK = {
 }
 
 ANEW = (("_debugger.prompt", "state"),)
-"""Of these a rank begins with a new object of the class, not with what stands there."""
+"""Names for which a rank begins with a new object of the class, not with what stands there."""
 
 UNCOPIED = (("_dispatch.dispatch", "_table"),)
 """Containers whose contents all ranks share; which of them is in use is each rank's own."""

@@ -29,7 +29,7 @@ from ._trace.memory import kept_as_it_was
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0
-"""What an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
+"""Operations that an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:

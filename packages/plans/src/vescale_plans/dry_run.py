@@ -39,7 +39,7 @@ from .plan import Plan
 from .timeline import Recorder, Timeline
 
 _NUMBERS = itertools.count(1)
-"""Of collectives on meta tensors: no two of a process have the same."""
+"""Numbers of collectives on meta tensors: no two of a process have the same."""
 KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 

@@ -33,7 +33,8 @@ from vescale_plans.search import hardware_of
 from ._machine._torch_private import _current_graph_task_id
 
 FLOPS_PER_PARAMETER = 6
-"""Of a token, forward and backward: a multiplication and an addition each, three times (Kaplan et al., 2020)."""
+"""Operations of a token, forward and backward: a multiplication and an addition each, three times (Kaplan et al.,
+2020)."""
 
 
 @dataclass(frozen=True)

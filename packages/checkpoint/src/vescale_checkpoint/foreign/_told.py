@@ -17,7 +17,7 @@ from ..manifest import NAME
 _MOST_LEVELS, _MOST_ENTRIES = 3, 512
 _HEAD_BYTES = 512
 _ARCHIVE, _PICKLE = (b"PK\x03\x04", b"/data.pkl"), b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How torch.save's files begin, with what its archives have first; and those from before torch 1.6."""
+"""First bytes of torch.save's files, with the first name in its archives; and of those from before torch 1.6."""
 _GGUF = b"GGUF"
 _SHARDED = {  # what only its writer's own program joins
     "*mp_rank_*_model_states.pt": (

@@ -6,7 +6,7 @@ import threading
 import time
 
 LEAST_SECONDS = 1e-3
-"""Of work between two rests: a shorter rest costs more than it gives."""
+"""Seconds of work between two rests: a shorter rest costs more than it gives."""
 
 
 class Pace:

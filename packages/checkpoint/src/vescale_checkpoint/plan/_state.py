@@ -122,7 +122,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 _OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
-"""What torch's schedulers put among a group's options."""
+"""Options that torch's schedulers put into a group."""
 
 
 def another_kind(options: Mapping[str, Any], optimizer: Any, group: Mapping[str, Any]) -> str | None:

@@ -197,4 +197,5 @@ def _described(kind: str, received: int, is_recorded: bool, name: str | None) ->
 
 
 _boards: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Board]] = WeakKeyDictionary()
-"""By world, and there by a group's name and ranks: who comes again under one name goes on counting, on all ranks."""
+"""Boards by world, then by a group's name and ranks: a group made again under one name goes on counting, on all
+ranks."""

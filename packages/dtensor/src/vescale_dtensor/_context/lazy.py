@@ -28,7 +28,7 @@ _PROPERTIES = frozenset(
     for name in ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_meta", "is_cuda", "is_cpu")
 )
 _met: dict[tuple, bool] = {}
-"""Whether operands of these layouts meet in a ring, by layouts and what is pinned."""
+"""True if operands of these layouts meet in a ring, by layouts and what is pinned."""
 _LIMIT = 4096
 
 

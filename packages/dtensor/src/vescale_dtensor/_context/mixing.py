@@ -28,7 +28,7 @@ from .._rules.registry import TABLE
 from .._torch_private import tree_flatten
 
 ONE_BY_ONE = 8
-"""As many positions of one activation are read one by one by what chooses some of them, not by a scan."""
+"""Number of positions of one activation that may be read one by one: more of them are a scan."""
 _NAMES = """
 cumsum cumprod logcumsumexp cummax cummin diff sort argsort msort kthvalue mode median nanmedian quantile nanquantile
 conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d pad constant_pad_nd roll flip fliplr flipud

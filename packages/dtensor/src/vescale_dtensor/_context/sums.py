@@ -43,7 +43,7 @@ class Merged:
         self._lse: Tensor | None = None
         self._is_masked = is_masked
         self.all_see = False
-        """Whether every row is known to see a column."""
+        """True if every row is known to see a column."""
 
     def add(self, rows: tuple[int, int], part: Tensor, lse: Tensor) -> None:
         """A tile's result: weights of the two are their shares of the sum of exponentials."""

@@ -15,7 +15,7 @@ from .._errors import CommunicationError
 from .guard import before_collectives
 
 _BENEATH = {"_pydevd_bundle.pydevd_runpy", "_pydevd_bundle.pydevd_monkey"}
-"""Of pydevd, and at the bottom of a program's or a thread's own stack."""
+"""Modules of pydevd at the bottom of a program's or a thread's own stack."""
 
 
 def refuse_evaluated() -> None:

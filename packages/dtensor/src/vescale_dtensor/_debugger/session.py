@@ -32,7 +32,7 @@ ARRIVAL_SECONDS = 10.0
 """So long the driver waits, at each stop, for ranks that are not there yet."""
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 20.0
-"""Whose beat was not heard for so long is gone."""
+"""A rank whose beat was not heard for so long is gone."""
 _PREFIX = "stop/"
 _SLOWEST_LOOK = 0.2
 

@@ -31,7 +31,7 @@ _base_of: dict[int, tuple[StorageWeakRef, tuple[StorageWeakRef, ...]]] = {}
 _copies_of: dict[int, list[int]] = {}
 _sweep_at = 64
 PATIENCE_S = 0.1
-"""How long a write waits for a transfer's thread to let go of a view that is gone."""
+"""Seconds that a write waits for a transfer's thread to release a view that is gone."""
 
 
 def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:

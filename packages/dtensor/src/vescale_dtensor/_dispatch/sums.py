@@ -36,7 +36,7 @@ from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_
 from .signature import Signature, solve
 
 BY_INDEX = {Tensor.index_add_, Tensor.index_put_, Tensor.scatter_add_}
-"""What adds to some indices of its first operand."""
+"""Functions that add to some indices of their first operand."""
 
 
 def alike(decision: Decision, operands: Sequence[Operand]) -> tuple[tuple[int, tuple[int, ...]], ...]:

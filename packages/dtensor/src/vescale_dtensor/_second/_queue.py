@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ._wire import Message, Wire
 
 changed = threading.Condition(threading.RLock())
-"""Of all queues of the process: held to change one, notified when something ended."""
+"""Condition of all queues of the process: held to change one, notified when something ended."""
 _queues: list[Queue] = []
 _wire: Wire | None = None
 

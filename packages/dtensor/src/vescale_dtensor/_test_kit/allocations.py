@@ -74,7 +74,7 @@ class Allocations:
 
 _PHASE, _NONE = "phase: ", (0, "")
 _TURN_S = 0.004
-"""What other threads are given after a collective."""
+"""Seconds that other threads are given after a collective."""
 
 
 def _apart(events: list[tuple[int, int, int, int]], before: int) -> Iterator[tuple[int, int, int, int]]:

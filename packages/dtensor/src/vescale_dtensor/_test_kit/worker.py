@@ -269,7 +269,7 @@ def _die_with_parent() -> None:
 
 in_worker = False
 device_type = "cpu"
-"""Of this worker's world: "cpu", or "second"."""
+"""Device type of this worker's world: "cpu", or "second"."""
 
 
 def _work(

@@ -19,7 +19,7 @@ from .member import Member
 from .random_order import digest
 
 FAILED = -1
-"""In place of the mode in a greeting: this rank raised before its call began."""
+"""Replaces the mode in a greeting: this rank raised before its call began."""
 
 
 def all_failed(member: Member, number: int) -> bool:

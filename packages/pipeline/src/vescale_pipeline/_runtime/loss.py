@@ -27,7 +27,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 Weight = float | Tensor
 Weights = list[float] | list[Tensor]
-"""Of each microbatch; on a device, numbers in double precision that the host does not know."""
+"""Weights of the microbatches; on a device, numbers in double precision that the host does not know."""
 
 
 def weighted(losses: Sequence[Tensor], weights: Weights) -> Tensor:

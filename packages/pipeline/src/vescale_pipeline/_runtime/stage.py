@@ -252,7 +252,7 @@ def _holders(tensors: Sequence[Tensor], i: int) -> int:
 
 
 _ALONE, _VIEW_ALONE = _holders([torch.empty(1)], 0), _holders([torch.empty(1).view(1)], 0)
-"""Of a tensor that a list alone holds; torch's versions differ in what they count of their own."""
+"""Holders of a tensor that a list alone holds; torch's versions differ in what they count of their own."""
 _NONES = repeat(None)
 
 

@@ -326,8 +326,8 @@ _OWNERS: dict[Callable, Callable] = {
     Tensor.register_hook: lambda weight, hook: no_handle(),
     Tensor.register_post_accumulate_grad_hook: lambda weight, hook: no_handle(),
 }
-"""What a loop does to a parameter by its name, and only the stage that owns it has to do: for the others, what is
-returned."""
+"""Changes of a parameter that a loop makes by its name, and only the stage that owns it has to make: for the others,
+what is returned."""
 
 
 def no_handle() -> RemovableHandle:

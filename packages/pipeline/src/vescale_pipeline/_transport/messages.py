@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 PARTS = 64
 """Tensors in one message, at most."""
 UNUSED_TAG = (1 << 31) - 1
-"""Of no message."""
+"""Tag of no message."""
 _WORDS = {
     "F": "the activation", "B": "the gradient", "header F": "the header of activations",
     "header B": "the header of gradients", "greet": "the greeting", "loss": "the loss", "norm": "norms of gradients",

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from .faults import Faults
 
 BEAT_S = 1.0
-"""How often a process shows that it lives."""
+"""Seconds between a process's signs of life."""
 SILENT_S = 60.0
-"""How long a rank of which nothing is seen is waited for."""
+"""Seconds that a rank without signs of life is waited for."""
 
 
 class Watched(Protocol):

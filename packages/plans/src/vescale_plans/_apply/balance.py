@@ -27,7 +27,7 @@ from .._torch_private import _ConvNd
 CLOSE = 0.04
 """The difference between the ranks with most and with least work, relative to the mean."""
 PARTS = (2, 4, 8, 16)
-"""How many parts of a sequence a rank has: each pair of parts that see each other is a kernel of its own."""
+"""Parts of a sequence per rank: each pair of parts that see each other is a kernel of its own."""
 LEAST = 8
 """Rows that a part has at least, where a rank has more than two."""
 MIXERS = (_ConvNd, nn.RNNBase)

@@ -71,8 +71,8 @@ def _kept_on_host() -> Iterator[None]:
 
 
 _HANDED: ContextVar[dict[int, tuple[torch.Generator, Tensor]] | None] = ContextVar("handed", default=None)
-"""Of the `generators_kept` that is entered: generators of the program's own that operators were handed, and where each
-was before."""
+"""Generators of the program's own that operators were handed in the `generators_kept` that is entered, and where
+each was before."""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from .._torch_private import _abort_process_group, backend_of
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
 _COMES_BACK_S = 5.0
-"""How long a thread that waited for what was aborted is given to come back."""
+"""Seconds that a thread that waited for what was aborted is given to come back."""
 LOOK_S = 1.0
 """Whoever leaves looks so often whether another rank has raised."""
 

@@ -16,9 +16,9 @@ from .phases import INNER_AFTER, INNER_BEFORE, OUTER_AFTER, OUTER_BEFORE, PHASES
 
 _CALL = "_call_impl"
 Before = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | None]
-"""Of a module and the arguments of its call: the arguments that the forward is to get, None for the same."""
+"""Takes a module and the arguments of its call; returns the arguments for the forward, None for the same."""
 After = Callable[[nn.Module, tuple, dict[str, Any], Any], Any]
-"""Of a module, what its forward got, and what came of it: what is to come of it, None for the same."""
+"""Takes a module, its forward's arguments, and its output; returns the output to use, None for the same."""
 
 
 class Step:

@@ -45,7 +45,7 @@ from .checkpoint import Checkpoint
 from .host import Host, Placed
 
 Watch = Callable[..., Tensor]
-"""What `set_watch` takes: called in place of a conversion, with what would make it."""
+"""Argument of `set_watch`: called in place of a conversion, with what would make it."""
 CAUSE = Cause("regather", direction="backward")
 
 

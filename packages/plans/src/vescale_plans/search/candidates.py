@@ -12,7 +12,7 @@ from .structure import Structure
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
 COUNTS = (*AXES, "microbatches", "virtual")
-"""Of which there is one at least: to forbid them is to forbid more."""
+"""Degrees that are at least one: to forbid one is to forbid more."""
 PINNABLE = (*COUNTS, "zero", "sp", "checkpointing", "inside", "offload")
 VIRTUAL = (2, 3, 4)
 """Interleaved stages per rank that are tried: as many as runs were published with. More save little of the bubble, and

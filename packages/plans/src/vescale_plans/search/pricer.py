@@ -21,7 +21,7 @@ from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
 
 ROUNDING = 1e-9
-"""Of a bound, so that sums in another order do not lie above what they bound."""
+"""Slack of a bound, so that sums in another order do not lie above what they bound."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from vescale_dtensor import InterleavedShard, Placement, Shard
 from .held import Holding
 
 LEAST_SAVED = 0.02
-"""Of what a block keeps, from which on a module inside is worth computing again."""
+"""Share of what a block keeps, from which on a module inside is worth computing again."""
 USUAL_POSITIONS = 4096
-"""Of a row, where modules are told apart by what they keep."""
+"""Positions of a row at which modules are compared by what they keep."""
 MOST_HEAVY = 2
 """Modules with matrices that are tried: attention and what follows it."""
 Span = tuple[int, int]

@@ -12,7 +12,7 @@ from .decision import facts, number
 from .pricer import Estimate, Pricer, Request
 
 FULL = 0.9
-"""Of the memory limit, from which on memory is said to bind."""
+"""Share of the memory limit, from which on memory is said to bind."""
 
 
 @dataclass(frozen=True)

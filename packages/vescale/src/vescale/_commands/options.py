@@ -79,4 +79,4 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "forbid": _forbids,
     "sample": lambda value: "vescale plan module:factory",
 }
-"""How each argument is given to the command."""
+"""Each argument as it is given to the command."""

@@ -27,7 +27,7 @@ from .options import as_options
 
 GIB = 2**30
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""As they may be asked for, by either name."""
+"""Dtypes as they may be asked for, by either name."""
 
 
 def plan(

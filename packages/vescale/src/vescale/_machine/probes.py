@@ -24,7 +24,7 @@ from vescale_plans.timeline import Recorder, operation_of
 
 WIDTH = 512
 BYTES = (1 << 16, 1 << 20, 1 << 23)
-"""Of the first operand of an operator."""
+"""Bytes of the first operand of an operator."""
 MESSAGES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes that each rank receives in a collective."""
 PRODUCTS = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 8, 2), (8, 2, 8), (2, 4, 4))

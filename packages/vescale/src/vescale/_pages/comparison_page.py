@@ -11,7 +11,7 @@ from vescale_pipeline.draw import COLOURS as ACTIONS
 from .._recorded.difference import Difference
 
 _COLOURS = {"forward": ACTIONS["F"], "backward": ACTIONS["B"], "update": ACTIONS["REDUCE"]}
-"""As in a schedule's picture."""
+"""The colours of a schedule's picture."""
 _LEGEND = """
 .legend span { margin-right: 1.4em; white-space: nowrap; display: inline-block }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px }
@@ -19,7 +19,7 @@ _LEGEND = """
 _COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
 _WIDE, _HIGH, _LEFT, _TOP = 900, 260, 70, 14
 _FINEST = 1e-9
-"""What is nearer (other bits of equal sketches) is drawn here."""
+"""Distances below it (other bits of equal sketches) are drawn here."""
 
 
 def comparison_page(report: str, differences: Sequence[Difference], most: int) -> str:

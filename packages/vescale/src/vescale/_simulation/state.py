@@ -65,7 +65,7 @@ _FRESH: dict[tuple[str, str], Callable[[], Any]] = {
         for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
     },
 }
-"""What a rank begins with, where that is not what stood outside."""
+"""State that a rank begins with, if that is not what stood outside."""
 
 _CONTAINERS = (list, dict, set, deque)
 _ANEW = {(f"vescale_dtensor.{module}", name) for module, name in _TOLD["vescale_dtensor"].ANEW}

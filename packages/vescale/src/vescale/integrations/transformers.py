@@ -23,7 +23,7 @@ from .._stages import parallelize as _parallelize
 from . import accelerate
 
 FOLDER = "vescale"
-"""Of a Trainer's checkpoint: the optimizer's state, as a step of `vescale.save`."""
+"""Folder in a Trainer's checkpoint: the optimizer's state, as a step of `vescale.save`."""
 
 
 def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
@@ -55,7 +55,7 @@ class Planned:
 
     plan: Plan
     _whole: dict[str, torch.Tensor] | None = None
-    """Of the model that is being saved."""
+    """State dict of the model that is being saved."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Makes the Trainer's model, sharded."""

@@ -16,7 +16,7 @@ from .. import flight_recorder
 
 Report = Mapping[str, Any]
 Known = Mapping[int, Mapping[int, dict]]
-"""Of a group of ranks: rank -> number -> event."""
+"""Communications of a group of ranks: rank -> number -> event."""
 _MOST = 3  # that are told
 
 

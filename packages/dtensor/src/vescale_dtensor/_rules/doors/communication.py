@@ -136,7 +136,7 @@ _METHODS = """
 
 
 _PLAIN = frozenset({Tensor, int})
-"""What the lists hold of which nothing has to be asked: tensors, and sizes of the parts that they are cut into."""
+"""Types of list entries that need no check: tensors, and sizes of the parts that they are cut into."""
 
 
 def _method(kind: type, name: str, original: Callable) -> Callable:

@@ -30,7 +30,7 @@ from .attention import decided, groups_stay, select
 
 HEADS = -2
 PAGES = 12
-"""Where torch's operator takes a table of pages."""
+"""Position at which torch's operator takes a table of pages."""
 
 
 @late_rule("torch_attn::_varlen_attn")

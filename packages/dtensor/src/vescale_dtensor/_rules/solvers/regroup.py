@@ -44,7 +44,7 @@ class Comb:
     spans: tuple[int, ...]
     order: tuple[int, ...] | None = None
     parts: tuple[Ranges, ...] = ()
-    """Where a rank's span lies in several parts: whose they are, and each rank's ranges in a block."""
+    """Owners of a rank's span that lies in several parts, and each rank's ranges in a block."""
 
 
 def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:

@@ -85,7 +85,7 @@ def _blocks(call: Call, dim: int) -> Callable | None:
 
 
 MOST_CHUNKS = 64
-"""Of a dim that is dealt out in an order that `cat` makes."""
+"""Most chunks of a dim that is dealt out in an order that `cat` makes."""
 
 
 def _dealt_out(call: Call, axis: int, dim: int):

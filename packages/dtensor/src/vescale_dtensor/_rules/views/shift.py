@@ -34,7 +34,7 @@ class Shift(NamedTuple):
     held: tuple[Ranges, ...]
     wanted: tuple[Ranges, ...]
     offset: int
-    """From a place of the result to its place in the source."""
+    """Distance from a place of the result to its place in the source."""
 
     @property
     def back(self) -> Shift:

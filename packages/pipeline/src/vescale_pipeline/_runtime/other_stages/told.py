@@ -150,7 +150,7 @@ def _added(total: Tensor, told: Told) -> Tensor:
 
 
 _ROUNDINGS = (4, 16)
-"""Of one gradient's number, at most, in bits of its last place: half precision is added up in single."""
+"""Roundings of one gradient's number, at most, in bits of its last place: half precision is added up in single."""
 
 
 def combined(numbers: Sequence[Tensor], order: float | None, device: torch.device) -> Tensor:

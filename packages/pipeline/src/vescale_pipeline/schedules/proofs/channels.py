@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 MODELS = ("buffered", "pair", "rank")
-"""From the one that allows most to the one that allows least."""
+"""Models of a transport, from the one that allows most to the one that allows least."""
 
 Node = tuple[str, int]
 """A waiting rank, ("rank", rank), or an incomplete transfer, ("transfer", number)."""

@@ -23,9 +23,9 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})
 """Composable functions that distribute nothing."""
 _COMPILED = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"
-"""What torch.compile reads of what it is given."""
+"""Attributes that torch.compile reads of its argument."""
 _TRACED = "_is_fsdp_managed_module"
-"""What the tracer of torch.compile reads of every module that it meets."""
+"""Attribute that the tracer of torch.compile reads of every module that it meets."""
 _NOT_COMPILED = [
     ('parallelize(plan, model, optimizer_fn, mode="compile")', "of the model as it was built: compiles what is local"),
     ("leave torch.compile out", "eager mode computes the same"),

@@ -20,7 +20,7 @@ OPERATORS = 12
 PASSES = 3
 """Forwards that a forward and a backward take as long as."""
 REWRITTEN = 2
-"""Of a module without a matrix, that is computed again: how often what it writes goes over the memory's bus."""
+"""Times that the output of a recomputed module without a matrix goes over the memory's bus."""
 STEPPED = 32
 """Bytes per parameter that a step of AdamW reads and writes."""
 SHOWN = 0.1
@@ -30,7 +30,7 @@ HOPS = 0.3
 
 
 BUSY = ("compute", "elementwise", "tensor", "experts", "context")
-"""Of a step's seconds, those that grow with the parts of the model that a rank holds."""
+"""Terms of a step's seconds that grow with the parts of the model that a rank holds."""
 
 
 @dataclass(frozen=True)

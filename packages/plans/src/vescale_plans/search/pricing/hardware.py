@@ -18,7 +18,7 @@ from ..._plan.parts import PlanError
 
 GIB = 2**30
 VERSION = 1
-"""Of the JSON text of a profile."""
+"""Version of the JSON text of a profile."""
 ATTENTION = 0.6
 """Share of `flops` that a fused attention kernel reaches where nothing was measured."""
 SHARED = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")

@@ -16,11 +16,11 @@ from .sizes import Sizes
 KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
 KEPT_OF_ROW = 3
-"""Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
+"""Rows sorted by expert, in the stream's width, that are kept: what enters the experts, leaves them, and is weighed."""
 UNDER_WAY = 2
 """Sums of gradients at most (`_zero/running_reductions.py`); of torch's FSDP one."""
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed together at most, but for ZeRO-3's (`_zero/units.py`)."""
+"""Most bytes of gradients that are summed together, but for ZeRO-3's (`_zero/units.py`)."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 

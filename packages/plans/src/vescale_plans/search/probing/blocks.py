@@ -13,7 +13,7 @@ from ..._apply.containers import map_first
 from .model import first_tensor
 
 KEPT = 2
-"""Of equal blocks so many really run: two show what one hands to the next."""
+"""Number of equal blocks that really run: two show what one hands to the next."""
 
 
 LISTS = nn.ModuleList | nn.ModuleDict

@@ -27,7 +27,7 @@ UNITS_ALONE = 32
 ROWS = 192
 """Tests in one forward, at most."""
 NUMBERS = 1 << 22
-"""In one result of a forward with tests, or a few more: what is larger comes from fresh memory each time."""
+"""Numbers in one result of a forward with tests, at most: what is larger comes from fresh memory each time."""
 
 Reaches = dict[Key, dict[Key, Influence]]
 """Source -> sink -> what reaches it."""

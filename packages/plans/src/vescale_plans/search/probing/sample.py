@@ -20,7 +20,7 @@ from ..._apply.containers import map_tensors, tensors_in
 from ..._plan.parts import PlanError
 
 POSITIONS = 5
-"""Of the sample that is made where the user gives none: few, and no size that models have."""
+"""Positions of the sample that is made if the user gives none: few, and no size that models have."""
 MOST_READINGS = 9
 """Ways to read a sample's inputs that are tried."""
 INTEGER_INPUTS = ("input_ids", "decoder_input_ids")
