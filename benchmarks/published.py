@@ -23,7 +23,7 @@ reports of which no figure is in this file; (2) a later commit enters every run 
 (hardware with a profile, degrees, batch and recomputation given, fused attention and norms, no fp8, no context
 parallelism), whatever it says, in `published_blind.csv`, which `published_blind.py` prices; (3) the record says whether
 the hash is still FROZEN. Of 2026-11-23 (fc53d4f6810b4d87) are the first three reports, of which an excerpt of
-KempnerForge's and the best utilisation of Hagemann's had been seen (`results/2026-11-23-published-blind.json`). On
+KempnerForge's and the best utilisation of Hagemann's had been seen. On
 2026-11-24 the links of a group, the systems' kernels and numbers, and what a system hides were mended with these rows
 in sight: they are SEEN, and say how well the terms describe, not how well they foretell. The same evening fms-fsdp's
 four runs were entered under cd4c1f2efaad0502, before memory by formula was mended; and in its night the fifty of

@@ -109,7 +109,7 @@ class SaveJob:
 
     @property
     def path(self) -> str:
-        """Of the step, once it is committed."""
+        """Path of the step, once it is committed."""
         return f"{self.root.path}/{folder_of(self._where['step'])}"
 
     def stage(self) -> None:
@@ -194,7 +194,7 @@ class SaveJob:
         return f"{rank:05d}-{self._where['identity']}.safetensors"
 
     def _commit(self, reports: list[dict[str, Any]]) -> None:
-        """On rank 0: a look at all files, the manifest, the rename, and then the retention."""
+        """Commits, on rank 0: a look at all files, the manifest, the rename, and then the retention."""
         outline = self._outline
         if not self._is_known:
             rows = [report.get("rows", ()) for report in reports]

@@ -146,7 +146,7 @@ def _round(
 def _arriving(
     names: set[str], restore: Restore, owner: Mapping[str, list[Any]]
 ) -> Iterator[tuple[int, Piece, Box, int]]:
-    """What one rank sends here, in its order: target, its piece, the box, the bytes."""
+    """Yields what one rank sends here, in its order: target, its piece, the box, the bytes."""
     for index, target in enumerate(restore.targets):
         if target.source not in names:
             continue

@@ -35,7 +35,7 @@ _MODULE = "torch.distributed.checkpoint."
 
 
 def is_folder(storage: Storage, folder: str) -> bool:
-    """Whether a directory holds a torch distributed checkpoint."""
+    """True if a directory holds a torch distributed checkpoint."""
     return storage.exists(f"{folder}/{NAME}")
 
 

@@ -34,7 +34,7 @@ class Section(NamedTuple):
     """One box of a tensor as it lies in a file: row-major, bytes [start, stop) of the file.
 
     `checks` is the CRC-32C of each block of the section (the last may be shorter), 8
-    hexadecimal digits each, one after the other; empty where a foreign file has none.
+    hexadecimal digits each, one after the other; empty if a foreign file has none.
     """
 
     box: Box

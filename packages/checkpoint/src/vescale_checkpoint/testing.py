@@ -1,4 +1,4 @@
-"""For tests of checkpoints: worlds whose ranks may be killed, and faults between this package and the system.
+"""Test helpers of checkpoints: worlds whose ranks may be killed, and faults between this package and the system.
 
 Needs cloudpickle, as vescale_dtensor.testing does.
 """
@@ -120,7 +120,7 @@ def intercepted(before):
 
 
 def killed_at(number):
-    """For `intercepted`: SIGKILL to this process just before its `number`-th change of the disk."""
+    """Makes `intercepted` send SIGKILL to this process just before its `number`-th change of the disk."""
 
     def before(at, name, args):
         if at == number:
@@ -130,7 +130,7 @@ def killed_at(number):
 
 
 def failing(name, code, on=lambda args: True):
-    """For `intercepted`: calls of `name` that `on` picks fail with an errno."""
+    """Makes `intercepted` fail calls of `name` that `on` picks, with an errno."""
 
     def before(at, called, args):
         if called == name and on(args):
@@ -144,7 +144,7 @@ def failing(name, code, on=lambda args: True):
 
 
 def short_writes(most):
-    """For `intercepted`: no call writes more than `most` bytes."""
+    """Makes `intercepted` write at most `most` bytes a call."""
 
     def before(at, called, args):
         if called == "writev":

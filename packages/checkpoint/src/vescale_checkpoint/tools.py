@@ -126,7 +126,7 @@ def _empty(shape: Sequence[int], dtype: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor, or the values, differ: `what` says it in words. Both are fit to be printed."""
+    """Difference of one tensor, or of the values: `what` says it in words. Both are fit to be printed."""
 
     name: str
     what: str
@@ -211,7 +211,7 @@ def _check_weights(source: Source, key: str) -> None:
 
 
 def _without_weights(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Where in the values of a state the state of an optimizer or of an object stands."""
+    """Yields the places of optimizers' or objects' states in the values of a state."""
     for key, value in values.items():
         full = f"{path}.{key}" if path else key
         if isinstance(value, dict) and value.keys() & _NO_WEIGHTS:

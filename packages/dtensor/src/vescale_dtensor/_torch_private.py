@@ -78,7 +78,7 @@ _make_dual = torch._VF._make_dual
 
 
 def dual_level() -> int:
-    """How deep in forward-mode differentiation this is, -1 outside. Instead: a public question of it."""
+    """Returns the depth of forward-mode differentiation, -1 outside. Instead: a public question of it."""
     return forward_ad._current_level
 
 
@@ -88,7 +88,7 @@ _make_grads = torch.autograd._make_grads
 
 
 def replace_make_grads(how: Callable[..., tuple[Tensor | None, ...]]) -> None:
-    """From now on torch calls `how` for it. Instead: as above."""
+    """Makes torch call `how` for it from now on. Instead: as above."""
     torch.autograd._make_grads = how
 
 
@@ -105,7 +105,8 @@ TracingContext = torch._guards.TracingContext
 
 
 def skipped_frame() -> Any:
-    """By which a tracer leaves a function, and what it calls, to Python. Instead: a public value of it."""
+    """Returns the value by which a tracer leaves a function, and what it calls, to Python. Instead: a public value of
+    it."""
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     return FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
@@ -130,7 +131,7 @@ def leave_to_python(code: CodeType) -> None:
 
 
 def compiled_as(function: Callable) -> Callable | None:
-    """`function`, compiled as what runs was that torch compiled last; None where nothing was. Instead: public settings.
+    """`function`, compiled as what runs was that torch compiled last; None if nothing was. Instead: public settings.
 
     The settings are those of `torch.compile` around it: backend, mode, options, dynamic, fullgraph.
     """
@@ -231,7 +232,7 @@ _set_default_tensor_type = torch._C._set_default_tensor_type
 
 
 def replace_set_default_tensor_type(how: Callable[[Any], None]) -> None:
-    """From now on torch calls `how` for it. Instead: none; it is deprecated."""
+    """Makes torch call `how` for it from now on. Instead: none; it is deprecated."""
     torch._C._set_default_tensor_type = how
 
 
@@ -251,7 +252,7 @@ _get_default_store = distributed_c10d._get_default_store
 
 
 def replace_check_tensor_list(how: Callable[[Any, str], None]) -> None:
-    """From now on torch's collectives call `how` for it. Instead: collectives that ask `__torch_function__`."""
+    """Makes torch's collectives call `how` for it from now on. Instead: collectives that ask `__torch_function__`."""
     distributed_c10d._check_tensor_list = how
 
 
@@ -261,7 +262,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def backend_timeouts() -> list[float]:
-    """How long each backend of the default group waits, s. Instead: a public property.
+    """Returns how long each backend of the default group waits, s. Instead: a public property.
 
     A backend that keeps it to itself is left out.
     """

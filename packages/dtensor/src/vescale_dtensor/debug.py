@@ -79,7 +79,7 @@ class Trace:
         return report(self.events, *self._says())
 
     def _says(self) -> tuple[int | None, dict[str, tuple[str, ...]]]:
-        """What the model's plan says: the least, and where it leaves sums open."""
+        """Returns the minimum that the model's plan implies, and where it leaves sums open."""
         installed = getattr(self._model, "_vescale", None)
         if installed is None:
             return self._said or (None, {})
@@ -188,7 +188,7 @@ def breakpoint(rank: int = 0) -> None:
 
 
 def hook_breakpoints() -> None:
-    """From now on Python's own `breakpoint()` stops all ranks, in a world of several.
+    """Makes Python's own `breakpoint()` stop all ranks, from now on, in a world of several.
 
     A hook that somebody else has set, or PYTHONBREAKPOINT, is left alone: an IDE's stops the rank that it is attached
     to, and what it evaluates there may not communicate.

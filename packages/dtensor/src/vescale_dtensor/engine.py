@@ -1,4 +1,4 @@
-"""What the other veScale packages build on: the engine's own vocabulary, not meant for users.
+"""Engine for the other veScale packages: its own vocabulary, not meant for users.
 
 Plans convert at module boundaries, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. What they import is kept for the next minor

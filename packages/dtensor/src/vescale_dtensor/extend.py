@@ -1,4 +1,5 @@
-"""For users' own functions: rules, local maps, autograd Functions; and zero-copy bridges to torch's DTensor."""
+"""Extension by users' own functions: rules, local maps, autograd Functions; and zero-copy bridges to torch's
+DTensor."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ _shown: list[Callable[[Any], Any]] = []
 
 
 def show_functions(instead: Callable[[Any], Any]) -> None:
-    """From now on users' autograd Functions are applied to `instead(argument)`: for whoever follows a program without
+    """Applies users' autograd Functions to `instead(argument)` from now on: for whoever follows a program without
     values by a mode of functions, to which `apply` does not come."""
     _shown.append(instead)
 
@@ -160,7 +161,7 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
         return run_whole(apply, local=original)(*args, **kwargs)
 
     def on_shards(*args: Any) -> Any:
-        """What a rule for `apply` runs: on plain shards, so that the backward finds plain ones, too."""
+        """Runs a rule for `apply`: on plain shards, so that the backward finds plain ones, too."""
         return original(*[alias(argument) if type(argument) is DTensor else argument for argument in args])
 
     functools.update_wrapper(apply, original, assigned=("__doc__",), updated=())

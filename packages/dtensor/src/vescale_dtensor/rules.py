@@ -1,4 +1,4 @@
-"""What a rule is written with: for users' own kernels and `torch.library` ops (see `register_rule`)."""
+"""Vocabulary of rules: for users' own kernels and `torch.library` ops (see `register_rule`)."""
 
 from ._dispatch.signature import Signature as Signature
 from ._rules.registry import Call as Call

@@ -352,7 +352,7 @@ def _error_of(answers: list[Answer], function: Callable[..., Any], timeout: floa
 
 
 def _line(answer: Answer, first: Answer | None = None) -> str:
-    """What became of one rank, in a line, and its stacks if it was stuck."""
+    """Says what became of one rank, in a line, and its stacks if it was stuck."""
     later = "" if first is None else f" {1e3 * (answer.time - first.time):.1f} ms later"
     if answer.kind == "returned":
         return f"  rank {answer.rank} returned"

@@ -58,12 +58,12 @@ _abort_process_group = distributed_c10d._abort_process_group
 
 
 def set_total_norm(function: Any) -> None:
-    """What torch's clipping calls from now on. Instead: as for `_get_total_norm`."""
+    """Replaces the function that torch's clipping calls. Instead: as for `_get_total_norm`."""
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = function
 
 
 def set_checkpoint_hook(hook: type) -> None:
-    """What checkpoints that begin from now on save by. Instead: as for `_checkpoint_hook`."""
+    """Sets the hook by which checkpoints that begin from now on save. Instead: as for `_checkpoint_hook`."""
     checkpoint._checkpoint_hook = hook
 
 

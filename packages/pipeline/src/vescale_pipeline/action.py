@@ -72,7 +72,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does.
+    """The actions of every rank of a pipeline.
 
     Arguments:
         version: of this format, FORMAT_VERSION.
@@ -100,7 +100,7 @@ class Schedule:
 
     @cached_property
     def adds_in_order(self) -> bool:
-        """Whether each stage's weight gradients are computed in increasing microbatch order."""
+        """True if each stage's weight gradients are computed in increasing microbatch order."""
         for actions in self.actions:
             last = dict.fromkeys(range(self.stages), -1)
             for kind, stage, microbatch, _ in actions:

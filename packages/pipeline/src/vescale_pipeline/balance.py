@@ -29,7 +29,7 @@ from ._trace.memory import kept_as_it_was
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0
-"""What an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
+"""Operations that an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -122,7 +122,8 @@ def _walk(prefix: str, module: nn.Module, in_list: bool) -> Iterator[tuple[str, 
 
 
 def best_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Where stages 1, 2, ... begin: the dearest stage as cheap as possible, then the sum of squares as small."""
+    """Returns the beginnings of stages 1, 2, ... begin: the dearest stage as cheap as possible, then the sum of squares
+    as small."""
     sums = [0.0, *accumulate(costs)]
     # Per number of stages: end -> (dearest stage, sum of squares, where the last stage begins), of the first `end`.
     best = [{end: (sums[end], sums[end] ** 2, 0) for end in range(1, len(sums))}]
@@ -186,7 +187,7 @@ class _Meter:
         self.switch(None)
 
     def switch(self, name: str | None) -> None:
-        """From here on, what happens is of the module `name`."""
+        """Charges costs to the module `name` from here on."""
         if name is not None:
             self.costs.setdefault(name, 0.0)
         self._current = name
@@ -204,7 +205,7 @@ class _Meter:
 
 
 class _Clock(_Meter):
-    """By the clock."""
+    """Measures by the clock."""
 
     _since = 0.0
 
@@ -219,7 +220,7 @@ class _Clock(_Meter):
 
 
 class _Counter(_Meter, TorchDispatchMode):
-    """By what operators compute and move."""
+    """Measures by what operators compute and move."""
 
     def __init__(self, names: Mapping[nn.Module, str], flops_per_byte: float) -> None:
         _Meter.__init__(self, names)

@@ -175,7 +175,7 @@ def _shades(events: Sequence[Event]) -> dict[int, dict[int, float]]:
 
 
 def _bars(events: Sequence[Event]) -> dict[tuple[int, str, float], list[tuple[float, float]]]:
-    """What is drawn in one go: (rank, group, opacity) -> (start, length)."""
+    """Returns the bars that are drawn in one go: (rank, group, opacity) -> (start, length)."""
     shades = _shades(events)
     bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
     for rank, action, start, end in events:

@@ -1,4 +1,4 @@
-"""What the facade builds on: the runtime and how a model is taken apart for it, not meant for users.
+"""Engine for the facade: the runtime and how a model is taken apart for it, not meant for users.
 
 What the facade imports is kept for the next minor version (`tools/checks/sibling_names.py`); to anybody else nothing
 here is a promise.

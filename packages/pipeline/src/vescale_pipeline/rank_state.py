@@ -1,4 +1,4 @@
-"""What each rank has of this package's module-level state where ranks are simulated in one process.
+"""Per-rank copies of this package's module-level state, for ranks simulated in one process.
 
 Data, read by `vescale.simulate` of whatever release is beside this one. Of every module-level name that changes while a
 program runs it is said here whether each rank has its own or all share it, and why; a test finds one that is not here.

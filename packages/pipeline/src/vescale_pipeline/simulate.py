@@ -94,7 +94,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start to the end of the last action."""
+        """Time from the start to the end of the last action."""
         return max((event.end for event in self.events), default=0.0)
 
     def makespan_at(self, pace: Callable[[int], float]) -> float:

@@ -60,12 +60,12 @@ class Verdict:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """As of `vescale_pipeline.peak_memory`."""
+        """Returns `vescale_pipeline.peak_memory` of the schedule."""
         return peak_memory(self.schedule, self.costs)
 
     @property
     def adds_in_order(self) -> bool:
-        """As of the schedule."""
+        """Returns the schedule's `adds_in_order`."""
         return self.schedule.adds_in_order
 
 
@@ -195,7 +195,7 @@ def _miscounted(table: Table, found: Tensor, kind: int, index: int, wanted: int)
 
 
 def _check_order(table: Table, places: dict[int, Tensor]) -> None:
-    """On its rank, what makes a tensor stands before what uses it."""
+    """Checks that on its rank, a tensor is made before it is used."""
     backward = torch.maximum(places[B], places[I])
     same_rank = (table.placement[1:] == table.placement[:-1])[:, None]
     last_weights = torch.maximum(places[B], places[W])
@@ -243,7 +243,7 @@ def _messages(table: Table, forward: int, backward: int, sends: bool) -> tuple[T
 
 
 def _transfers(table: Table) -> Tensor:
-    """Of each send and receive, the number of its transfer: one per direction, sending stage and microbatch."""
+    """Numbers the transfer of each send and receive: one per direction, sending stage and microbatch."""
     kind, stage = table.kind, table.stage
     sender = stage - (kind == RECV_F).long() + (kind == RECV_B).long()
     is_backward = (kind == SEND_B) | (kind == RECV_B)
@@ -284,7 +284,7 @@ def _ends(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def _explain(table: Table, cycle: list[Node], programs: Programs) -> Iterator[str]:
-    """Who waits for whom, a line each."""
+    """Yields who waits for whom, a line each."""
     microbatches, stages = table.schedule.microbatches, table.schedule.stages
 
     def transfer(number: int) -> str:

@@ -34,7 +34,8 @@ _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def owners_of(tensor: Tensor) -> int:
-    """How many own the tensor's memory, this call's own look at it included. Instead: a public count of a storage."""
+    """Returns how many own the tensor's memory, this call's own look at it included. Instead: a public count of a
+    storage."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -46,7 +47,7 @@ _top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default
 
 
 def is_checkpoint_selective() -> bool:
-    """Whether a checkpoint notes, or takes up, the results of single functions, which it tells apart by their number.
+    """True if a checkpoint notes, or takes up, the results of single functions, which it tells apart by their number.
     Instead: a public question of `torch.utils.checkpoint`."""
     modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
     return any(isinstance(mode, modes) for mode in _python_dispatch._get_current_dispatch_mode_stack())
@@ -100,7 +101,7 @@ def decomposition_table() -> dict[Any, Any]:
 
 
 def distributions_check_values() -> bool:
-    """Whether distributions look at values unless they are told. Instead: a public question beside the public
+    """True if distributions check values by default. Instead: a public question beside the public
     `Distribution.set_default_validate_args`."""
     return torch.distributions.Distribution._validate_args
 
@@ -114,7 +115,7 @@ def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody has hooks on all modules, of whatever kind. Instead: a public question."""
+    """True if somebody has hooks on all modules, of whatever kind. Instead: a public question."""
     return bool(
         module._global_forward_pre_hooks
         or module._global_forward_hooks
@@ -134,7 +135,7 @@ def global_backward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def has_global_backward_hooks() -> bool:
-    """Whether somebody watches the backward of every module. Instead: a public question."""
+    """True if somebody watches the backward of every module. Instead: a public question."""
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
 
 
@@ -152,7 +153,7 @@ def meta_collectives() -> Any:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises where it gives up. Instead: public classes of them."""
+    """Errors that `torch.compile` raises if it gives up. Instead: public classes of them."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
@@ -208,22 +209,22 @@ def capture_settings(passed_over: set[Callable]) -> Any:
 
 
 def traced_output() -> Any:
-    """What the tracer of torch.compile knows of the code that it goes through. Instead: public questions, such as
-    `side_effect_replay_policy`, which torch 2.11 has not."""
+    """Returns the output of torch.compile's tracer for the code that it goes through. Instead: public questions, such
+    as `side_effect_replay_policy`, which torch 2.11 has not."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output
 
 
 def compiler_is_asked_otherwise() -> bool:
-    """Whether somebody has changed what compiled functions do (`torch.compiler.set_stance`), or traces them. Instead:
-    a public question of `torch.compiler`."""
+    """True if somebody has changed what compiled functions do (`torch.compiler.set_stance`), or traces them. Instead: a
+    public question of `torch.compiler`."""
     stance = torch._dynamo.eval_frame._stance.stance
     return stance != "default" or torch._dynamo.config.disable or torch.jit.is_tracing()
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What inductor lacks to compile what it generates for a device, None if nothing. Instead: a public question of
+    """Names what inductor lacks to compile for a device, None if nothing. Instead: a public question of
     `torch.compiler`; without it a backward ends in an error of inductor's own."""
     if device_type == "cpu":
         from torch._inductor import cpp_builder
@@ -254,7 +255,8 @@ def fake_store() -> Any:
 
 
 def composable_state_key() -> str:
-    """Where torch notes that it distributes a module; the import takes as long as all of vescale's own.
+    """Returns the key under which torch notes that it distributes a module; the import takes as long as all of
+    vescale's own.
 
     Instead: a public question of `torch.distributed.fsdp`.
     """

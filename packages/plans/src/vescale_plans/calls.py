@@ -1,4 +1,4 @@
-"""What a call of each module of a model does, in order: hooks and forwards, this library's and everybody's."""
+"""Lists the steps of a call of each module of a model, in order: hooks and forwards, this library's and everybody's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def explain_calls(model: nn.Module) -> Calls:
 
 
 def _steps(module: nn.Module) -> Iterator[Step]:
-    """In the order of `nn.Module._call_impl`: global hooks come before a module's own, on both sides."""
+    """Yields steps in the order of `nn.Module._call_impl`: global hooks come before a module's own, on both sides."""
     instead = module.__dict__.get("_call_impl")
     if instead is not None and not isinstance(instead, Call):  # which is these hooks
         yield _step("instead", instead)
@@ -95,8 +95,8 @@ def _steps(module: nn.Module) -> Iterator[Step]:
 
 
 def _forwards(module: nn.Module) -> Iterator[Step]:
-    """What stands before the forward of the module's class, outermost first, as far as it says what it calls, and that
-    forward itself."""
+    """Yields the callables before the forward of the module's class, outermost first, as far as they name what they
+    call, and that forward itself."""
     own = type(module).forward
     held = module.__dict__.get("forward")
     while held is not None and _function(held) is not own:
@@ -116,7 +116,8 @@ def _step(when: str, function: Callable[..., Any], what: str | None = None) -> S
 
 
 def _function(function: Any) -> Any:
-    """What was written: the function of a method or of a partial call, the class of an object that is called."""
+    """Returns the written code: the function of a method or of a partial call, the class of an object that is
+    called."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function) if inspect.ismethod(function) else function

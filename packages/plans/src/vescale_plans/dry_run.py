@@ -39,7 +39,7 @@ from .plan import Plan
 from .timeline import Recorder, Timeline
 
 _NUMBERS = itertools.count(1)
-"""Of collectives on meta tensors: no two of a process have the same."""
+"""Numbers of collectives on meta tensors: no two of a process have the same."""
 KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
@@ -184,7 +184,7 @@ def dry_run(
 
 
 def _asks_for_values(error: RuntimeError) -> bool:
-    """Whether torch says of a meta tensor that it has no values; rows that are picked by values are such, too."""
+    """True if torch says that a meta tensor has no values; rows that are picked by values are such, too."""
     said = str(error).lower()  # torch says "meta tensor" and, where it has no shape function, "Meta tensors"
     is_of_torch = type(error) in (RuntimeError, NotImplementedError)
     return is_of_torch and ("meta tensor" in said or "register_meta function" in said)
@@ -231,7 +231,7 @@ def _stepped(
 
 
 def _all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """What torch's optimizers take by default on a GPU; a meta tensor does not look like one."""
+    """Sets torch's optimizers to their default on a GPU; a meta tensor does not look like one."""
     for group in optimizer.param_groups:
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True

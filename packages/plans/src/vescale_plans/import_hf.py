@@ -25,7 +25,7 @@ Place = Callable[[int], Placement | None]
 
 
 class Style(NamedTuple):
-    """What a style means. Placements are those on the tensor axis; None leaves as it is."""
+    """Meaning of a style. Placements are those on the tensor axis; None leaves as it is."""
 
     weight: Place
     bias: Place
@@ -38,12 +38,12 @@ def _replicated(ndim: int) -> None:
 
 
 def _rows(ndim: int) -> Placement:
-    """Of [.., out, in]: the outputs."""
+    """Shards the outputs of [.., out, in]."""
     return Shard(max(ndim - 2, 0))
 
 
 def _columns(ndim: int) -> Placement:
-    """Of [.., out, in]: the inputs."""
+    """Shards the inputs of [.., out, in]."""
     return Shard(ndim - 1)
 
 

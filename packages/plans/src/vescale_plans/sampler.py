@@ -1,4 +1,4 @@
-"""Which samples a rank loads: the global batches are the same under every layout, and after every restart.
+"""Chooses the samples that a rank loads: the global batches are the same under every layout, and after every restart.
 
 The order of samples is a function of the seed and the epoch alone. Global batch k is
 `batch_size` samples of it in a row, and a rank loads that part of it which the plan

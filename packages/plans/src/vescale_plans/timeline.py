@@ -53,7 +53,7 @@ class Operation:
     itemsize: int = 4
 
     def seconds(self, hardware: Hardware) -> float:
-        """On a device of `hardware`."""
+        """Seconds on a device of `hardware`."""
         if self.product is not None:
             return hardware.computing(self.itemsize).stacked_seconds(*self.product)
         if self.flops:
@@ -63,8 +63,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, by what they are spent on; `communication` is what nothing hides, `host` what the host takes on top
-    of the device."""
+    """Seconds of one step by kind; `communication` is what nothing hides, `host` what the host takes on top of the
+    device."""
 
     products: float
     attention: float
@@ -80,7 +80,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What one step of one rank does.
+    """Work of one rank in one step.
 
     Arguments:
         operations: (phase, module, operation) -> how often; phases are forward, backward, optimizer, and backward
@@ -96,7 +96,7 @@ class Timeline:
     mesh: Mapping[str, int]
 
     def seconds(self, hardware: Hardware) -> Seconds:
-        """Of the step on `hardware`."""
+        """Seconds of the step on `hardware`."""
         spent: defaultdict[str, float] = defaultdict(float)
         for (_, _, operation), count in self.operations.items():
             spent[_sort(operation)] += count * operation.seconds(hardware)
@@ -170,13 +170,14 @@ class Recorder:
         return self._between[-1]
 
     def timeline(self, mesh: Mapping[str, int]) -> Timeline:
-        """Of what was noted."""
+        """Timeline of what was noted."""
         self._up_to_now()
         return Timeline(self.operations, tuple(self._between), tuple(self._events), mesh)
 
 
 def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:
-    """What is to be priced; None for what computes nothing: collectives, which are noted as such, and markers."""
+    """Returns the operation to price; None for what computes nothing: collectives, which are noted as such, and
+    markers."""
     packet = function.overloadpacket
     if function.namespace != "aten":
         return None
@@ -202,13 +203,13 @@ def _width(args: tuple) -> int:
 
 
 def _is_view(function) -> bool:
-    """Whether what it returns is its operand's memory, not written to."""
+    """True if it returns its operand's memory, not written to."""
     result = function._schema.returns
     return bool(result) and result[0].alias_info is not None and not result[0].alias_info.is_write
 
 
 def _bytes(tree: object) -> int:
-    """Of all tensors, each once; of one that is expanded, what lies in memory."""
+    """Bytes of all tensors, each once; of one that is expanded, what lies in memory."""
     return sum(_held(one) for one in {id(one): one for one in tree_iter(tree) if isinstance(one, Tensor)}.values())
 
 
@@ -259,7 +260,7 @@ _MAKES_NOTHING = {
 
 
 def host_seconds(hardware: Hardware, operators: int, device: float) -> float:
-    """What the host adds to `device` seconds for so many operators: all of its own where it is the device, else what
-    the device waits."""
+    """Seconds that the host adds to `device` seconds for so many operators: all of its own where it is the device, else
+    what the device waits."""
     own = operators * hardware.host
     return own if hardware.at_once else max(0.0, own - device)

@@ -1,4 +1,4 @@
-"""What was drawn last: for the error that says which call put a rank out of step.
+"""The latest draws, for the error that says which call put a rank out of step.
 
 Every draw of this package is noted with the state of its generator before it, as a
 number. Draws that go past it (torch's own, on a plain tensor) leave their trace in

@@ -39,12 +39,12 @@ class Region:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the shard."""
+        """Shape of the shard."""
         return tuple(_length(ranges) for ranges in self.ranges)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of the sequence, per dim."""
+        """Strides of the sequence, per dim."""
         return tuple(prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
 
     @property
@@ -97,7 +97,7 @@ def boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Spans]:
 
 
 def _held(held: Ranges, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """What of the indices [start, stop) is held, as (first, last, local index)."""
+    """Returns the held part of the indices [start, stop), as (first, last, local index)."""
     found, at = [], 0
     for low, high in held:
         first, last = max(start, low), min(stop, high)

@@ -1,4 +1,4 @@
-"""Which stream sharded and deferred tensors are drawn from."""
+"""Selects the stream that sharded and deferred tensors are drawn from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the packages of veScale share below their tensors and pipelines."""
+"""Foundations shared by the packages of veScale, below tensors and pipelines."""
 
 from ._version import __version__ as __version__
 from .errors import VescaleError as VescaleError

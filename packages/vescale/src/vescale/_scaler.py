@@ -18,7 +18,7 @@ from vescale_dtensor.engine import TABLE, Mesh, handler
 from ._machine._torch_private import _amp_foreach_non_finite_check_and_unscale_
 
 lines: WeakKeyDictionary[Mesh, dist.ProcessGroup] = WeakKeyDictionary()
-"""Of a pipeline stage's mesh: the group of the ranks at the same place of every stage."""
+"""Group of the ranks at the same place of every stage, by a pipeline stage's mesh."""
 
 _on_one_stage = TABLE[_amp_foreach_non_finite_check_and_unscale_].handler
 

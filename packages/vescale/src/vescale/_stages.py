@@ -55,8 +55,8 @@ else:
 def pipelined(
     plan: Plan, model: nn.Module, device_mesh: DeviceMesh, **more: Any
 ) -> tuple[Plan, DeviceMesh, Callable[[], None]]:
-    """What `vescale_plans.parallelize` calls for a plan with a pipeline, once the ranks agree on plan and model; `more`
-    is for the runtime."""
+    """Pipelines a model for `vescale_plans.parallelize`, once the ranks agree on plan and model; `more` is for the
+    runtime."""
     axis = plan.pipeline.axis
     schedule = schedule_of(plan, device_mesh.device_type)
     owned = ownership(model, plan.pipeline.cuts, plan.pipeline.owners)
@@ -97,7 +97,7 @@ def pipelined(
 
 
 def _ended() -> str | None:
-    """What is known of why a connection was lost: what ended a rank, else what the ranks disagreed about."""
+    """Returns why a connection was lost, if known: what ended a rank, else what the ranks disagreed about."""
     hang = None if (ending := first_ending()) else verdict()
     return ending or (f"a hang: {hang}" if hang else None)
 
@@ -221,7 +221,7 @@ class ShardCodec(Codec):
         return from_plain(tensor, layout_of(self._mesh, (INVARIANT,) * self._mesh.ndim, tuple(tensor.shape)))
 
     def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
-        """Of a batch that is sharded evenly, every rank takes from its own rows: nothing moves."""
+        """Cuts a batch into parts; if it is sharded evenly, every rank takes from its own rows: nothing moves."""
         if type(batch) is DTensor:
             local, layout = batch.to_local(), batch.mesh_layout
             ranks = math.prod(layout.mesh.sizes[axis] for axis in layout.axes_of(0))

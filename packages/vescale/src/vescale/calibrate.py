@@ -195,7 +195,7 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
 
 
 def _after(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
-    """Of a collective that all ranks come to at once, each after it computed."""
+    """Times a collective that all ranks come to at once, each after it computed."""
     seconds = 0.0
     for _ in range(repeat):
         given = None if probe.before is None else probe.before()
@@ -311,7 +311,7 @@ def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device
 
 
 def _waits(measured: list[tuple[list[int], float]], product: Product) -> Curve:
-    """By the computation, less what meeting takes without any."""
+    """Fits waiting to computation, less what meeting takes without any."""
     meeting = next(seconds for (count, *_), seconds in measured if not count)
     points = [(count * product.seconds(*size), max(0.0, seconds - meeting)) for (count, *size), seconds in measured]
     return _rising(points)

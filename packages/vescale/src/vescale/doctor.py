@@ -40,7 +40,7 @@ PORT = 29500  # torchrun's
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: `state` is good, note (worth knowing) or bad (training fails or is wrong)."""
+    """Result of a check: `state` is good, note (worth knowing) or bad (training fails or is wrong)."""
 
     check: str
     state: str
@@ -200,7 +200,7 @@ def network() -> Iterator[Finding]:
 
 
 def port() -> Iterator[Finding]:
-    """Whether the port at which ranks meet can be had. Under torchrun, it is in use by this run."""
+    """Checks that the port at which ranks meet is free. Under torchrun, it is in use by this run."""
     if "MASTER_PORT" in os.environ and "RANK" in os.environ:
         yield Finding("port", GOOD, f"{os.environ['MASTER_PORT']}, taken by this run")
         return
@@ -229,7 +229,7 @@ def threads() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Of /dev/shm, by which loaders' workers and NCCL's ranks on one machine pass data."""
+    """Checks /dev/shm, by which loaders' workers and NCCL's ranks on one machine pass data."""
     free = shutil.disk_usage("/dev/shm").free / 2**30
     if free < SHARED_MEMORY_GIB:
         yield Finding("shared memory", BAD if torch.cuda.is_available() else NOTE, f"{free:.2f} GiB free in /dev/shm",
@@ -247,7 +247,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Whether the kernel holds the clock for synchronised (adjtimex). Timelines of several machines need it."""
+    """Checks that the kernel holds the clock for synchronised (adjtimex). Timelines of several machines need it."""
     answer = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(256))  # modes=0: only asks
     if answer < 0:
         yield Finding("clock", NOTE, "the kernel does not say whether it is synchronised")
@@ -261,7 +261,7 @@ CHECKS = (python_and_torch, packages, devices, backends, network, port, threads,
 
 
 def device_collectives(group: Any) -> Iterator[Finding]:
-    """Whether the accelerators reach each other, by the backend that torch has for them. `group`: of the host."""
+    """Checks that the accelerators reach each other, by the backend that torch has for them. `group`: of the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return
@@ -281,8 +281,8 @@ _NCCL_FIX = "NCCL_DEBUG=INFO says where it stops; one GPU per rank, NCCL_SOCKET_
 
 
 def between_ranks() -> Iterator[Finding]:
-    """What must be alike on all ranks, and whether they reach each other at all: on the host, and by the device's own
-    backend where there is one."""
+    """Checks that all ranks are alike, and reach each other at all: on the host, and by the device's own backend if
+    there is one."""
     mine: dict[str, Any] = {
         "torch": torch.__version__,
         "vescale": metadata.version("vescale"),

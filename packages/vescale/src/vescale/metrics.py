@@ -33,7 +33,8 @@ from vescale_plans.search import hardware_of
 from ._machine._torch_private import _current_graph_task_id
 
 FLOPS_PER_PARAMETER = 6
-"""Of a token, forward and backward: a multiplication and an addition each, three times (Kaplan et al., 2020)."""
+"""Operations of a token, forward and backward: a multiplication and an addition each, three times (Kaplan et al.,
+2020)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Step:
     loss: as given.
     gradient_norm: of the whole gradient that the optimizer stepped with.
     tokens_per_second: of all ranks together.
-    mfu: share of the data sheet's peak of all devices; None where it is not known.
+    mfu: share of the data sheet's peak of all devices; None if it is not known.
     memory: bytes of this rank's device at the highest since the last; on a host, of the process.
     communication: share of the time that this rank's host waited in collectives.
     """
@@ -72,7 +73,7 @@ class Step:
 
 
 class Writer(Protocol):
-    """Where steps go, on the first rank: `JSONLines`, `ProgressLine`, `TensorBoard`, `WandB`, `Values` for all else."""
+    """Receives steps, on the first rank: `JSONLines`, `ProgressLine`, `TensorBoard`, `WandB`, `Values` for all else."""
 
     def write(self, step: Step) -> None: ...
 
@@ -215,7 +216,7 @@ def metrics(
 
 
 class Meter:
-    """What `metrics` gives."""
+    """Result of `metrics`."""
 
     def __init__(
         self, model: nn.Module, writers: tuple[Writer, ...], every: int, flops: float | None, peak: float | None
@@ -262,7 +263,8 @@ class Meter:
         self._start, self._tokens, self._told, self._waited, self._norm = time.perf_counter(), 0, 0, 0.0, None
 
     def _watch_calls(self) -> Any:
-        """What removes it again. Of a pipeline hooks see each microbatch, so that its call itself is watched."""
+        """Installs the hook on calls; returns what removes it again. Of a pipeline hooks see each microbatch, so that
+        its call itself is watched."""
         run = self._model.__dict__.get("_call_impl")
         if not isinstance(run, Runtime):
             return self._model.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True)

@@ -28,7 +28,7 @@ RANKS = "ranks"
 
 
 class Shell(Protocol):
-    """What of IPython's shell is used here."""
+    """The part of IPython's shell that is used here."""
 
     user_ns: dict[str, Any]
     compile: Any
@@ -105,7 +105,7 @@ class Cells:
         return world
 
     def _hand_over(self) -> None:
-        """What the notebook has set since, to all ranks."""
+        """Hands names that the notebook has set since to all ranks."""
         for name in self._shared.keys() - self._names.keys():
             del self._shared[name]
             for names in self._spaces:
@@ -123,7 +123,7 @@ class Cells:
             names.update(copy.deepcopy(copied))  # at once: what is one object under two names is one
 
     def _take_back(self, before: list[dict[str, Any]]) -> None:
-        """What a cell has set, to the notebook: the names of rank 0, and `ranks`."""
+        """Takes a cell's names back to the notebook: those of rank 0, and `ranks`."""
         for names, earlier in zip(self._spaces, before):
             del names["__builtins__"]
             made = {name: one for name, one in names.items() if name not in earlier or earlier[name] is not one}
@@ -157,7 +157,7 @@ def _compiled(shell: Shell, cell: str) -> tuple[types.CodeType, types.CodeType |
 
 
 class _Printed(io.StringIO):
-    """What a rank prints, which may also be shown at once."""
+    """Output of a rank, which may also be shown at once."""
 
     def __init__(self, screen: TextIO | None) -> None:
         super().__init__()

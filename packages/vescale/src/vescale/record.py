@@ -33,7 +33,7 @@ Place = tuple[str, str, int, str]
 
 
 def place_name(step: int, place: Place) -> str:
-    """As `keep` takes it."""
+    """Names a place as `keep` takes it."""
     direction, module, call, tensor = place
     return f"{step}/{direction}/{module}/{call}/{tensor}"
 
@@ -77,7 +77,7 @@ def record(
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank holds of the tensor at a place: which part, its summary, and, where kept, its values."""
+    """One rank's part of the tensor at a place: its position, its summary, and, where kept, its values."""
 
     part: tuple
     dtype: str
@@ -87,7 +87,7 @@ class Row:
 
 
 class Recorder:
-    """What `record` gives."""
+    """Result of `record`."""
 
     def __init__(self, model: nn.Module, path: Path, keep: tuple[str, ...]) -> None:
         self._model, self._path, self._keep = model, path, keep
@@ -127,7 +127,7 @@ class Recorder:
         self._write()
 
     def finish(self) -> None:
-        """What was computed after the last step."""
+        """Writes what was computed after the last step."""
         if any(self._everywhere(bool(self._noted), "the record was finished")):
             self._write()
 
@@ -290,7 +290,8 @@ def _append(path: Path, step: int, everyones: Sequence[Mapping[Place, Row]]) -> 
 
 
 def _in_order(everyones: Sequence[Mapping[Place, Row]]) -> Iterable[Place]:
-    """As computed: forwards by rank, which is by stage where ranks hold different modules; the rest from the last."""
+    """Orders places as computed: forwards by rank, which is by stage if ranks hold different modules; the rest from the
+    last."""
     forwards = (place for rows in everyones for place in rows if place[0] == "forward")
     others = (place for rows in reversed(everyones) for place in rows if place[0] != "forward")
     return dict.fromkeys((*forwards, *others))

@@ -57,7 +57,7 @@ def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs:
 
 
 class World:
-    """As many ranks, from their first call to the last: a thread each, but for rank 0, which is the caller's."""
+    """Simulated ranks, from their first call to the last: a thread each, but for rank 0, which is the caller's."""
 
     def __init__(self, ranks: int) -> None:
         if dist.is_initialized() and (dist.get_world_size() > 1 or dist.get_backend() == NAME):

@@ -89,7 +89,7 @@ def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
 
 
 def read_timeline(folder: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """By rank, its spans: lane, name, start and end (seconds since 1970), about."""
+    """Returns, by rank, its spans: lane, name, start and end (seconds since 1970), about."""
     files = sorted(Path(folder).glob("rank-*.json"))
     if not files:
         raise VescaleError("merge_timeline", f"{folder} holds no rank-*.json", (), [

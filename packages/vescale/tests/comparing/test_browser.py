@@ -1,4 +1,4 @@
-"""The pages in a browser without a window: no error, a search that finds, a zoom, nothing wider than the window.
+"""The page of a comparison in a browser without a window: no error, it folds, nothing wider than the window.
 
 Skipped where there is no Chromium.
 """
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import vescale
-from vescale._pages.timeline_page import timeline_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -37,32 +36,6 @@ def driven(page: str, folder: Path, width: int, program: str = "") -> dict:
     told = re.search(r"<title>told (.*?)</title>", done.stdout)
     assert told, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-
-
-def _spans() -> list[dict]:
-    forward = {"name": "layers.0", "lane": "compute", "start": 0.0, "end": 1.0}
-    gather = {"name": "all_gather", "lane": "collectives", "start": 0.2, "end": 0.4}
-    about = {"axes": "tp", "function": "linear", "line": "train.py:3", "received": 64}
-    return [{**forward, "about": {"phase": "forward", "depth": 0}}, {**gather, "about": about}]
-
-
-@pytest.mark.parametrize("width", [700, 1600])
-def test_a_timeline_is_searched_and_zoomed(tmp_path: Path, width: int) -> None:
-    program = """
-      const search = document.getElementById("search"), zoom = document.getElementById("zoom");
-      for (const text of ["TRAIN.PY:3", "nowhere"]) {
-        search.value = text; search.dispatchEvent(new Event("input"));
-        found[text] = [document.querySelectorAll(".bars i.found").length, document.getElementById("count").textContent];
-      }
-      const before = document.querySelector(".lane").offsetWidth;
-      zoom.value = 3; zoom.dispatchEvent(new Event("input"));
-      found.zoom = document.querySelector(".lane").offsetWidth / before;
-      found.legend = document.querySelector(".legend").textContent;
-    """
-    found = driven(timeline_page({0: _spans(), 1: _spans()}), tmp_path, width, program)
-    assert found.pop("zoom") == pytest.approx(8, rel=0.01) and found.pop("wider") <= 0
-    assert found.pop("legend") == "forwardcollective, nothing beside it"  # what is not in it is not in its legend
-    assert found == {"TRAIN.PY:3": [2, "2 found"], "nowhere": [0, "0 found"], "wrong": []}
 
 
 @pytest.mark.parametrize("width", [700, 1600])

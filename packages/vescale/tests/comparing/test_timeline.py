@@ -1,7 +1,6 @@
 """A step's timeline holds what every rank did: modules both ways, each collective with its cause, pipeline actions."""
 
 import json
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from typer.testing import CliRunner
 
 import vescale
 from vescale import Boundary, Pipeline, Plan, Replicate, Shard
-from vescale._pages.spans import exposed, ideal, lost, straggler
-from vescale._pages.timeline_page import timeline_page
+from vescale._commands.spans import exposed, lost, straggler
 from vescale.cli import app
 from vescale.timeline import LANES, read_timeline
 from vescale_dtensor.testing import run_ranks, warm_up
@@ -111,12 +109,8 @@ def test_the_command_sums_up(tmp_path):
     model = _model()
     with vescale.timeline(tmp_path, model):
         _loss(model(torch.ones(2, 8)), 0.0).backward()
-    page = tmp_path / "page.html"
-    said = CliRunner().invoke(
-        app, ["timeline", str(tmp_path), "--out", str(tmp_path / "out.json"), "--html", str(page)]
-    )
+    said = CliRunner().invoke(app, ["timeline", str(tmp_path), "--out", str(tmp_path / "out.json")])
     assert said.exit_code == 0, said.output
-    assert "Sequential (backward)" in page.read_text() and "http" not in page.read_text()
     assert "forward" in said.output and "backward" in said.output and (tmp_path / "out.json").exists()
     empty = CliRunner().invoke(app, ["timeline", str(tmp_path / "nothing")])
     assert empty.exit_code == 1 and "holds no rank-*.json" in str(empty.exception)
@@ -153,44 +147,3 @@ def test_who_comes_last_is_named():
     assert straggler({0: ranks[0]}) == straggler({0: [], 1: []}) == ""
     by_turns = {rank: [_gathered(step + 0.1 * (step % 2 == rank), step + 0.5) for step in range(6)] for rank in (0, 1)}
     assert straggler(by_turns) == ""
-
-
-def test_a_pipeline_lies_beside_its_schedule(tmp_path):
-    pipeline = Pipeline(cuts=("1",), schedule="zb-h1", microbatches=4)
-    run_ranks(2, _step, Plan(mesh={"pp": 2}, parameters={"*": {}}, data_axis=None, pipeline=pipeline), str(tmp_path))
-    ranks = read_timeline(tmp_path)
-    simulated = ideal(ranks)
-    for rank, spans in simulated.items():
-        measured = [one for one in ranks[rank] if one["lane"] == "pipeline" and one["about"]["kind"] in "FBIW"]
-        assert [one["name"] for one in spans] == [one["name"] for one in measured]
-    took = max(one["end"] for spans in simulated.values() for one in spans)
-    actions = [one for spans in ranks.values() for one in spans if one["lane"] == "pipeline"]
-    assert 0 < took <= 2 * (max(one["end"] for one in actions) - min(one["start"] for one in actions))
-    page = timeline_page(ranks)
-    assert page.count("<b>simulated</b>") == 2 and "F(1, 3)" in page
-    broken = {rank: [one for one in spans if one["name"] != "F(1, 2)"] for rank, spans in ranks.items()}
-    assert ideal(broken) == {} and "<b>simulated</b>" not in timeline_page(broken)
-
-
-class _Tags(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.bars = [], 0
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-        self.bars += tag == "i" and "title" in dict(attributes)
-
-    def handle_endtag(self, tag):
-        while self.open.pop() != tag:  # a `p` need not be closed
-            pass
-
-
-def test_a_page_shows_every_span_and_quotes_names():
-    spans = [_span("compute", '<b>&"odd"', 0.0, 1.0, phase="forward", depth=0), _gathered(0.2, 0.4)]
-    text = timeline_page({0: spans, 1: spans})
-    tags = _Tags()
-    tags.feed(text)
-    assert tags.bars == 4 and not tags.open
-    assert "<b>&" not in text and "64 bytes received" in text and "line: train.py:3" in text

@@ -1,1 +1,1 @@
-"""What checkpoints of others need: the pickles of torch's, read as data."""
+"""Reads checkpoints of others: torch's pickles, as data."""

@@ -35,7 +35,7 @@ class Global:
 
 
 class Record:
-    """What would have been an object: the name of what makes it, its arguments, its state. Compared by identity."""
+    """A would-be object: the name of its constructor, its arguments, its state. Compared by identity."""
 
     __slots__ = ("kind", "arguments", "state")
 
@@ -45,11 +45,11 @@ class Record:
 
 
 class InertError(ValueError):
-    """Not a pickle of plain records."""
+    """Raised for a pickle that is not of plain records."""
 
 
 class Budget:
-    """How many opcodes, and how many items of plain values, all pickles of one checkpoint may have together."""
+    """Budget of opcodes, and of items of plain values, for all pickles of one checkpoint together."""
 
     def __init__(self, opcodes: int = MOST_OPCODES, items: int = MOST_OPCODES) -> None:
         self.opcodes, self.items = opcodes, items

@@ -1,4 +1,4 @@
-"""What lies where no checkpoint of ours does, told by first bytes, and which command gets its weights into a model."""
+"""Recognizes other formats by their first bytes, and names the command that gets such weights into a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..manifest import NAME
 _MOST_LEVELS, _MOST_ENTRIES = 3, 512
 _HEAD_BYTES = 512
 _ARCHIVE, _PICKLE = (b"PK\x03\x04", b"/data.pkl"), b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How torch.save's files begin, with what its archives have first; and those from before torch 1.6."""
+"""First bytes of torch.save's files, with the first name in its archives; and of those from before torch 1.6."""
 _GGUF = b"GGUF"
 _SHARDED = {  # what only its writer's own program joins
     "*mp_rank_*_model_states.pt": (
@@ -34,7 +34,7 @@ _SHARDED = {  # what only its writer's own program joins
 
 
 def told(storage: Storage, path: str) -> CheckpointError | None:
-    """The error of a load that says what `path` is, and which command converts it; None where that is not known."""
+    """The error of a load that says what `path` is, and which command converts it; None if that is not known."""
     with contextlib.suppress(OSError):
         if not storage.is_dir(path):
             return _file(storage, path, path) if storage.exists(path) else None
@@ -55,7 +55,7 @@ def told(storage: Storage, path: str) -> CheckpointError | None:
 
 
 def _entries(storage: Storage, path: str) -> Iterator[tuple[str, bool]]:
-    """What lies in a directory and in those inside, the upper ones first, and whether it is a directory."""
+    """Yields the entries of a directory and its subdirectories, upper ones first, and whether each is a directory."""
     waiting = [""]
     for _ in range(_MOST_ENTRIES):
         if not waiting:

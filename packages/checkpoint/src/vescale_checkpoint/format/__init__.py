@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: boxes, dtypes, plain values, the number of a step; and how text and JSON are bound."""
+"""Elements of a checkpoint: boxes, dtypes, plain values, step numbers; and the limits on text and JSON."""

@@ -57,7 +57,7 @@ def stored(box: Box) -> Piece:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part, None where there is none."""
+    """The common part, None if there is none."""
     found = []
     for (start, stop), (low, high) in zip(a, b, strict=True):
         first, last = max(start, low), min(stop, high)
@@ -76,7 +76,7 @@ def window(piece: Piece, inner: Box) -> Piece:
 
 
 def is_contiguous(piece: Piece) -> bool:
-    """Whether its elements follow each other in memory, row-major."""
+    """True if its elements are contiguous in memory, row-major."""
     step = 1
     for (start, stop), stride in zip(reversed(piece.box), reversed(piece.strides), strict=True):
         if stop - start != 1:
@@ -93,7 +93,7 @@ def span(piece: Piece) -> tuple[int, int]:
 
 
 def split(box: Box, parts: int) -> list[Box]:
-    """At most `parts` boxes of nearly equal size, cut along the first dim that has more than one index."""
+    """Cuts a box into at most `parts` boxes of nearly equal size, along the first dim that has more than one index."""
     for dim, (start, stop) in enumerate(box):
         size = stop - start
         if size > 1:
@@ -105,7 +105,7 @@ def split(box: Box, parts: int) -> list[Box]:
 
 @lru_cache(maxsize=16384)
 def pieces_of(layout: Layout, coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
-    """What the rank at a mesh coordinate holds: disjoint pieces, none of them empty.
+    """Returns the pieces that the rank at a mesh coordinate holds: disjoint, none of them empty.
 
     A flat ragged shard is 1-D whatever its tensor is: each of its boxes lies row-major
     by itself. Any other shard has the tensor's dims, and a box in it has the shard's strides.
@@ -140,7 +140,7 @@ def _placed(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def partition_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
+    """Says why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
     outer = full_box(shape)
     if len(boxes) == 1 and boxes[0] == outer:
         return None if prod(shape) else "it is empty, and has a box"

@@ -35,13 +35,13 @@ FROM_SAFETENSORS = {code: name for name, code in SAFETENSORS.items()}
 
 
 def header_entry(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How a box of this dtype is described in a safetensors header: code and shape."""
+    """Describes a box of this dtype for a safetensors header: code and shape."""
     code = SAFETENSORS.get(dtype)
     return ("U8", (*shape, SIZES[dtype])) if code is None else (code, shape)
 
 
 def is_lossless(source: str, target: str) -> bool:
-    """Whether every value of dtype `source` is one of `target`."""
+    """True if dtype `target` can represent every value of `source`."""
     return (source, target) in _LOSSLESS
 
 

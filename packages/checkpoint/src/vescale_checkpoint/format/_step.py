@@ -40,7 +40,7 @@ def step_left(name: str) -> tuple[int, str] | None:
 
 
 def _number(match: re.Match[str] | None) -> int | None:
-    """Of a name that this module would give: `step-000000009` is another one's."""
+    """Parses names that this module gives: `step-000000009` is not one."""
     if match is None or (len(match[1]) > 8 and match[1][0] == "0"):
         return None
     return int(match[1])

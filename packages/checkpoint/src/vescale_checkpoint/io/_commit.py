@@ -1,4 +1,4 @@
-"""Which steps exist, how one comes into being, and how one goes.
+"""Lists, creates and deletes steps.
 
 On a local file system a step is written into `step-N.tmp-ID` and committed by one
 rename to `step-N`; nothing is ever written into a committed directory. "Latest" is
@@ -135,7 +135,7 @@ class Root:
             identity = secrets.token_hex(8)
 
     def sees(self, name: str, identity: str) -> bool:
-        """Whether this rank sees the directory that another one began, which marked it."""
+        """True if this rank sees the directory that another one created and marked."""
         path = f"{self.path}/{name}"
         with guarded(self.operation, path, "cannot read the directory"):
             if isinstance(self.storage, LocalStorage):

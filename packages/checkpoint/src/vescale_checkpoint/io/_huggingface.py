@@ -31,7 +31,7 @@ _MOST_REF_BYTES = 256
 
 
 def is_folder(storage: Storage, folder: str) -> bool:
-    """Whether a directory holds HuggingFace weights."""
+    """True if a directory holds HuggingFace weights."""
     return _weights(storage, folder) is not None
 
 

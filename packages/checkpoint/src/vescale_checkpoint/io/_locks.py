@@ -15,7 +15,7 @@ from ._storage import LocalStorage, Storage
 
 @contextlib.contextmanager
 def leased(storage: Storage, path: str) -> Iterator[bool]:
-    """Within the block nobody deletes the directory `path`. False where it is not there (any more)."""
+    """Within the block nobody deletes the directory `path`. False if it is not there (any more)."""
     if not isinstance(storage, LocalStorage):
         yield storage.exists(path)
         return
@@ -35,7 +35,7 @@ def leased(storage: Storage, path: str) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def unused(path: str) -> Iterator[bool]:
-    """Whether nobody else uses the directory, and then nobody will within the block."""
+    """Yields whether nobody else uses the directory; if so, nobody will within the block."""
     try:
         lock = lock_of(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -50,7 +50,7 @@ def unused(path: str) -> Iterator[bool]:
 
 
 def lock_of(path: str, how: int) -> int | None:
-    """A descriptor that holds a lock on the directory; None where it was renamed or removed meanwhile."""
+    """A descriptor that holds a lock on the directory; None if it was renamed or removed meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How much of a processor a save in the background takes: half of one, until somebody waits for it."""
+"""Paces a save in the background: it takes half of a processor, until somebody waits for it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 import time
 
 LEAST_SECONDS = 1e-3
-"""Of work between two rests: a shorter rest costs more than it gives."""
+"""Seconds of work between two rests: a shorter rest costs more than it gives."""
 
 
 class Pace:
-    """Of one thread, which asks for rests between the chunks that it writes.
+    """Paces one thread, which asks for rests between the chunks that it writes.
 
     Training runs beside it: checksums and copies into the kernel take a core for as long as there are bytes, and a rank
     that has no core to spare is slowed by as much. A rest is as long as the work before it. Who waits for the save ends

@@ -171,7 +171,7 @@ class _Run:
         return found
 
     def _kind(self, part: Part) -> tuple[str | None, torch.device | None]:
-        """What is the same for whole tensors that are unpacked together; None for what is placed by itself."""
+        """Returns the key by which whole tensors are unpacked together; None for those placed by themselves."""
         if not part.is_whole:
             return None, None
         return self.targets[part.target].dtype, self.memories[part.target].device

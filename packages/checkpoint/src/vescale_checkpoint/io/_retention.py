@@ -1,4 +1,4 @@
-"""Which committed steps stay, and the numbers by which some of them are the best."""
+"""Decides which committed steps stay, and by which metric some are the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..format._values import decode, encode
 
 @dataclass(frozen=True)
 class Retention:
-    """Which committed steps are kept: every step that any rule names, and the newest.
+    """Rule for committed steps: every step that any rule names is kept, and the newest.
 
     Arguments:
         last: the number of newest steps to keep.
@@ -37,7 +37,7 @@ class Retention:
             raise ValueError(f"{self}: last, every and count are integers of at least 1")
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Of the steps, each with its metrics, those that stay."""
+        """Returns the steps to keep, given each step's metrics."""
         steps = sorted(metrics)
         kept = set(steps[-self.last :])
         if self.every is not None:
@@ -80,12 +80,12 @@ def unknown_metric(policy: Retention, given: list[str]) -> MismatchError:
 
 
 def metrics_json(metrics: Mapping[str, float]) -> Any:
-    """As a manifest holds them: NaN and infinities, too."""
+    """Encodes metrics as a manifest holds them: NaN and infinities, too."""
     return encode(metrics, "metrics", lambda path, tensor: path)
 
 
 def stored_metrics(found: Any) -> Mapping[str, float]:
-    """Of a manifest's field. Raises FormatError."""
+    """Decodes the metrics of a manifest. Raises FormatError."""
     return decode(found, _no_tensor) if isinstance(found, dict) else {}
 
 

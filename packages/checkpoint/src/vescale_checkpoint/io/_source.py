@@ -1,4 +1,4 @@
-"""What is loaded from: a committed step, found, kept from deletion, and read as a manifest. Alike on all ranks."""
+"""The source of a load: a committed step, found, kept from deletion, and read as a manifest. Alike on all ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _manifest_here(session: Session, storage: Storage, folder: str) -> bytes:
 
 
 def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source | None:
-    """A checkpoint of another kind; None where the directory is none."""
+    """A checkpoint of another kind; None if the directory is none."""
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
             return Source(storage, folder, dcp.read_folder(storage, folder), is_torchs=True)

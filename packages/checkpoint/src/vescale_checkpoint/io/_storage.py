@@ -1,4 +1,4 @@
-"""Where bytes go: a local directory tree through the operating system, anything else through fsspec.
+"""Storages: a local directory tree through the operating system, anything else through fsspec.
 
 Both offer the same few operations on absolute paths. Local files are written and
 read with vectored positional calls straight from and into tensors' memory; nothing
@@ -70,21 +70,21 @@ class LocalStorage:
         os.mkdir(path)
 
     def names(self, path: str) -> list[str]:
-        """Of a directory's entries; none where it does not exist."""
+        """Lists a directory; empty if it does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
             return []
 
     def names_in(self, path: str) -> list[str] | None:
-        """Of a directory's entries; None of what is none."""
+        """Lists a directory; None if it is none."""
         try:
             return os.listdir(path)
         except OSError:
             return None
 
     def lacks(self, folder: str, name: str) -> bool:
-        """Whether, at one moment, `folder` is a directory with entries and without this one."""
+        """True if, at one moment, `folder` is a directory with entries but without this one."""
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -255,7 +255,7 @@ class RemoteStorage:
         return self._files.cat_file(path)
 
     def sync_dir(self, path: str) -> None:
-        """Nothing to do: an object is stored when its writer has closed."""
+        """Does nothing: an object is stored when its writer has closed."""
 
     def remove_tree(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):

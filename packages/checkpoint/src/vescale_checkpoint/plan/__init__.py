@@ -1,1 +1,1 @@
-"""Who holds what and who writes what, which bytes a load needs, and where they go: from states to plans. Pure."""
+"""Turns states into plans: who holds and writes what, which bytes a load needs, and where they go. Pure."""

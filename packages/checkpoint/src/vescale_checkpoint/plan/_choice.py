@@ -1,4 +1,4 @@
-"""What a load takes, under which names, and which conversions it permits: the user's choices, made strict."""
+"""The user's choices for a load, made strict: what it takes, under which names, and the conversions it permits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Choice:
         return sorted(self._idle)
 
     def renamed(self, name: str) -> str:
-        """What the state calls what the checkpoint calls `name`."""
+        """Returns the state's name for the checkpoint's `name`."""
         said, new = self._renaming(name)
         self._idle.discard(said)
         return new

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes can be read straight into the target's memory."""
+        """True if the bytes can be read straight into the target's memory."""
         return self.run is not None and self.run[0] == self.start and self.run[1] == self.stop
 
 
@@ -149,5 +149,5 @@ def _is_alone(group: list[Part]) -> bool:
 
 
 def planned_bytes(files: dict[str, list[Part]]) -> int:
-    """How many bytes the grouped reads fetch."""
+    """Returns how many bytes the grouped reads fetch."""
     return sum(max(p.stop for p in group) - group[0].start for parts in files.values() for group in grouped(parts))

@@ -1,4 +1,4 @@
-"""What of a checkpoint and a state does not fit, in words, with the calls that would fit. Pure."""
+"""Explains how a checkpoint and a state do not fit, with the calls that would fit. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save needs that follows from the state's structure alone; kept from one save to the next of the same state.
+"""The part of a save plan that follows from the state's structure alone; reused for later saves of the same state.
 
 A training run saves the same names, shapes and layouts again and again. What differs
 is bytes, checksums, the step and the files' names. So each rank keeps its save plan and
@@ -62,7 +62,7 @@ class Outline:
         return found
 
     def sources(self, tensors: Mapping[str, Tensor]) -> list[Source | Pack]:
-        """What is written, in the file's order, out of the tensors' memory."""
+        """Returns what to write, in the file's order, from the tensors' memory."""
         found: list[Source | Pack] = []
         flats: dict[str, Tensor] = {}
         for run, sizes in self._runs:
@@ -132,5 +132,5 @@ def outline_of(key: str, entries: Callable[[], Sequence[Entry]], rank: int) -> O
 
 
 def known_keys() -> list[str]:
-    """Of which structures rank 0, here, has the skeleton."""
+    """Keys of the structures whose skeleton rank 0, here, has."""
     return [key for key, outline in _kept.items() if outline.skeleton is not None]

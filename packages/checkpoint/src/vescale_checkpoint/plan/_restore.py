@@ -1,4 +1,5 @@
-"""From a checkpoint's manifest to a user's state: which stored tensor fills which memory, and what is set afterwards.
+"""Matches a checkpoint's manifest with a user's state: which stored tensor fills which memory, and what is set
+afterwards.
 
 Three phases, so that an error leaves the state as it was: `Restore` matches names,
 shapes and dtypes and touches nothing; then the targets are read; then `apply` sets
@@ -275,7 +276,7 @@ class Restore:
         return torch.empty(tensor.shape, dtype=dtype)
 
     def _groups(self, path: str, optimizer: Any, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
-        """For each of the optimizer's groups the saved options of the group that its parameters were in."""
+        """Returns, for each of the optimizer's groups, the saved options of the group that its parameters were in."""
         of = {
             self._choice.renamed(name): i
             for i, group in enumerate(saved)
@@ -320,7 +321,7 @@ class Restore:
     # --- tensors --------------------------------------------------------------------
 
     def _index(self, prefix: str, *, renames: bool = True) -> dict[str, str]:
-        """What the state calls the stored tensors under a prefix, without it -> their stored (or tied) name."""
+        """Maps the state's names of stored tensors under a prefix, without it, to their stored (or tied) names."""
         size = len(prefix)
         return {
             (self._choice.renamed(name[size:]) if renames else name[size:]): name
@@ -422,13 +423,13 @@ def _zeroed(tensor: Tensor) -> Callable[[], None]:
 
 
 def _held(tensor: Tensor, layout: Layout | None) -> Sequence[Piece]:
-    """What this rank's memory holds of a tensor."""
+    """Returns the pieces of a tensor in this rank's memory."""
     return _pieces(tuple(tensor.shape)) if layout is None else pieces_of(layout, layout.mesh.coordinate)
 
 
 @lru_cache(maxsize=4096)
 def _pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Of a tensor that is whole here."""
+    """Pieces of a tensor that is whole here."""
     return (stored(full_box(shape)),) if prod(shape) else ()
 
 
@@ -441,7 +442,7 @@ def _length(saved: Any) -> int | None:
 
 
 def _holds_objects(value: Any) -> bool:
-    """Whether a container holds what is filled in place, and so must not be replaced by a value."""
+    """True if a container holds objects that are filled in place, and so must not be replaced by a value."""
     if isinstance(value, dict | list | tuple):
         items = value.values() if isinstance(value, dict) else value
         return any(isinstance(item, Tensor) or hasattr(item, "state_dict") or _holds_objects(item) for item in items)

@@ -43,7 +43,7 @@ class Write(NamedTuple):
 
 
 def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
-    """What `rank` writes: sections in the file's order, larger dtypes first, so that all are aligned."""
+    """Returns what `rank` writes: sections in the file's order, larger dtypes first, so that all are aligned."""
     loads: dict[tuple, list[tuple[int, int]]] = {}
     shares: dict[tuple, tuple] = {}
     found = []
@@ -129,7 +129,7 @@ def block_bytes(total: int) -> int:
 
 
 def section_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """What a section is called in its safetensors file: the tensor's name, with the box unless it is all of it."""
+    """Returns a section's name in its safetensors file: the tensor's, with the box unless it is all of it."""
     if box == full_box(shape):
         return name
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"

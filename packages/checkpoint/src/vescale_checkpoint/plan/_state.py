@@ -1,4 +1,4 @@
-"""From what the user gives to save, to named tensors and JSON values.
+"""Turns what the user saves into named tensors and JSON values.
 
 Names follow the path in the state and then the object's own names:
 "model.transformer.wte.weight". A tensor of an optimizer's state has the name of its
@@ -122,12 +122,12 @@ def is_optimizer(value: Any) -> bool:
 
 
 _OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
-"""What torch's schedulers put among a group's options."""
+"""Options that torch's schedulers put into a group."""
 
 
 def another_kind(options: Mapping[str, Any], optimizer: Any, group: Mapping[str, Any]) -> str | None:
-    """In which options a saved group is that of another kind of optimizer, in words: each has some that the other
-    lacks. Only one of them has more after another release of torch, or with a scheduler."""
+    """Says how a saved group's options show another kind of optimizer: each has some that the other lacks. Only one of
+    them has more after another release of torch, or with a scheduler."""
     defaults = getattr(optimizer, "defaults", {}).keys()
     theirs = sorted(options.keys() - group.keys() - defaults - _OF_SCHEDULERS)
     mine = sorted(defaults - options.keys() - _OF_SCHEDULERS)

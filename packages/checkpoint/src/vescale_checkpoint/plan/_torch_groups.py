@@ -1,4 +1,4 @@
-"""What torch's `get_state_dict` saves of an optimizer's groups, in the form of this package."""
+"""Converts optimizer groups saved by torch's `get_state_dict` to the form of this package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ranks tell each other through the store, and how each knows that the others live."""
+"""Exchange between ranks through the store, and their signs of life."""

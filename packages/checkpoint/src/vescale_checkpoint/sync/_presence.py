@@ -1,4 +1,5 @@
-"""That a rank lives, and where it stands: what ranks that wait for each other need to know. Pure but for the store.
+"""Signs of life of a rank, and where it stands: what ranks that wait for each other need to know. Pure but for the
+store.
 
 Every rank beats into the store as long as its process group lives, not only during an
 operation: so a rank that died since the last one is named within seconds. A beat says
@@ -40,8 +41,8 @@ _STRANGERS = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", 
 
 
 class Beat(NamedTuple):
-    """What a rank says: a number that grows; its last operation's number and name; whether that is over; the line of
-    the user's program at which its main thread stands, for how many seconds; whether its process has ended."""
+    """A rank's sign of life: a growing count; its last operation's number and name, and whether that is over; the
+    user's line at which its main thread stands, for how many seconds; whether its process has ended."""
 
     count: int
     number: int
@@ -138,18 +139,18 @@ class Presence:
             yield rank, None if data in (None, _MISSING.encode()) else Beat(*json.loads(data))
 
     def last(self, rank: int) -> Beat | None:
-        """What `watch` saw of a rank."""
+        """Returns the last beat of a rank that `watch` saw."""
         return self._seen.get(rank, (None, 0.0))[0]
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank that has beaten is taken for dead."""
+        """True if a rank that has beaten is taken for dead."""
         beat, since = self._seen.get(rank, (None, 0.0))
         if beat is None or beat.has_ended:
             return False
         return self.watched - since > (IDLE_SILENT_S if beat.is_over else SILENT_S)
 
     def reason_against(self, rank: int, waited_s: float) -> str | None:
-        """Why a rank that this one has waited for will not come. None: it may."""
+        """Says why a rank that this one has waited for will not come. None: it may."""
         beat = self.last(rank)
         patience, long_patience = self._given or PATIENCE_S, self._given or LONG_PATIENCE_S
         if beat is None:
@@ -197,20 +198,20 @@ class Presence:
 
 
 def _processor_seconds() -> float:
-    """That the main thread has used."""
+    """Returns the processor time of the main thread."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return 0.0 if clock is None else time.clock_gettime(clock(threading.main_thread().ident))
 
 
 def _is_strange(frame: Any) -> bool:
-    """Whether a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
+    """True if a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
     module = frame.f_globals.get("__name__", "")
     is_ours = module.partition("_")[0] == "vescale"
     return is_ours or module.partition(".")[0] == "torch" or frame.f_code.co_filename.startswith(_STRANGERS)
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """A key's value, or None where it has none: one request, which does not wait."""
+    """A key's value, or None if it has none: one request, which does not wait."""
     found = store.compare_set(key, _MISSING, _MISSING)
     return None if found == _MISSING.encode() else found
 

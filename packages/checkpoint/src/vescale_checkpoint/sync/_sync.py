@@ -1,4 +1,4 @@
-"""What ranks tell each other during a save or a load: the one module here that communicates.
+"""Exchange between ranks during a save or a load: the one module here that communicates.
 
 A `Session` is one operation on all ranks of the world. Coordination goes through
 the store of torch.distributed (every backend has one), never through collectives:
@@ -152,7 +152,7 @@ class Session:
         return _unpacked(self._joined(place, self._awaited(name, answer)[len(head) :]))
 
     def _collected(self, name: str, payload: bytes) -> list[bytes]:
-        """On rank 0: what all have offered."""
+        """Returns, on rank 0, what all have offered."""
         if self._store is None:
             return [payload]
         keys = [self._key(name, rank) for rank in range(1, self.size)]
@@ -189,7 +189,7 @@ class Session:
     # --- waiting --------------------------------------------------------------------
 
     def _awaited(self, name: str, ask: Callable[[], T | None]) -> T:
-        """What `ask` gives once it gives something. Raises what another rank reported, or PeerError."""
+        """Waits until `ask` gives something, and returns it. Raises what another rank reported, or PeerError."""
         with self._guarded("wait"):
             began = looked = time.monotonic()
             since = 0.0 if self._presence is None else self._presence.watched
@@ -226,7 +226,7 @@ class Session:
             raise self.fail(self._peer_error(odd, name))
 
     def _peer_error(self, odd: dict[int, str], name: str) -> PeerError:
-        """Of ranks and why each will not come; says where all are, as far as that fits."""
+        """Builds the error for ranks that will not come, each with its reason; says where all are, if that fits."""
         shown = dict(itertools.islice(odd.items(), _SHOWN))
         first, reason = next(iter(shown.items()))
         more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -243,7 +243,8 @@ class Session:
         )
 
     def _tell_of_silent(self, rank: int) -> None:
-        """On rank 0, by the thread that watches: the others wait for an answer of this rank, which may be busy."""
+        """Reports a silent rank, on rank 0, from the thread that watches: the others wait for this rank, which may be
+        busy."""
         error = self._peer_error({rank: f"fell silent during {self.operation}: it shows no sign of life"}, "part")
         self._reported(_errors.to_json(error, self.operation))
 
@@ -271,7 +272,7 @@ class Session:
 
 
 def _remedies(operation: str) -> list[tuple[str, str]]:
-    """Of ranks that do not come."""
+    """Returns remedies for ranks that do not come."""
     return [
         (f"call {operation} on every rank, in the same order", "it is an operation of the whole world"),
         ("look for what ended that rank first", "the last committed step is complete"),
@@ -335,7 +336,7 @@ def _store_of_world(operation: str) -> Any:
 
 
 def in_one_process() -> bool:
-    """Whether the ranks are simulated: threads of one process that take turns, and die together."""
+    """True if the ranks are simulated: threads of one process that take turns, and die together."""
     return dist.is_initialized() and dist.get_backend() == "simulated"
 
 
@@ -379,7 +380,7 @@ def mesh_ranks(device_mesh: Any) -> list[int]:
 
 
 def collective_device() -> torch.device:
-    """Where bulk data travels: on the accelerator, if the world has a backend made for it, else on the host."""
+    """Returns the device of bulk data: the accelerator, if the world has a backend made for it, else the host."""
     if not dist.is_initialized():
         return torch.device("cpu")
     world = dist.group.WORLD

@@ -1,1 +1,1 @@
-"""What is sent between ranks, how it is waited for, and who is told about it."""
+"""Sends between ranks, waits for what was sent, and tells observers."""

@@ -1,4 +1,4 @@
-"""What of a step's traffic a boundary or a rule would save: by cause, with the line."""
+"""Finds the part of a step's traffic that a boundary or a rule would save: by cause, with the line."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """What `Trace.advice()` gives; printed, it is the answer.
+    """Result of `Trace.advice()`; printed, it is the answer.
 
     Arguments:
         sent: collectives beside gradient syncs and gathers of sharded parameters.
-        least: what the plan's cut weights need, None where the model is none that `parallelize` made.
+        least: what the plan's cut weights need, None if the model is none that `parallelize` made.
         boundaries: glob of modules -> {axis: placement} of their outputs, which a plan would say.
         advice: most bytes first.
     """

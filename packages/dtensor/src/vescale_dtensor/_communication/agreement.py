@@ -1,4 +1,4 @@
-"""Whether all ranks gave the same, to the last bit, and where not."""
+"""Checks that all ranks gave the same, to the last bit, and says where not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_ranks_agree(values: Sequence[Any]) -> Any:
 
 
 def _difference(a: Any, b: Any, where: str) -> str | None:
-    """Where and how two results differ, or None."""
+    """Says where and how two results differ, or None."""
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, torch.Tensor):

@@ -51,7 +51,8 @@ _MOST_KNOWN = 4096
 
 
 class Board:
-    """What a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the world."""
+    """Memory that a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the
+    world."""
 
     def __init__(self, group_name: str, rank: int, ranks: Sequence[int]) -> None:
         self._name, self._rank, self._ranks = group_name, rank, ranks
@@ -117,7 +118,7 @@ class Board:
             self._is_listed = False
 
     def _are_here(self, place: int, cell: int) -> bool:
-        """Whether all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
+        """True if all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
@@ -153,7 +154,7 @@ def _text_of(rank: int, place: int) -> slice:
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:
-    """The group's board, one per process; None where its ranks are no processes."""
+    """The group's board, one per process; None if its ranks are no processes."""
     if os.environ.get("VESCALE_BOARD") == "0" or group.size() < 2 or dist.get_backend(group) in ALONE:
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -196,4 +197,5 @@ def _described(kind: str, received: int, is_recorded: bool, name: str | None) ->
 
 
 _boards: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Board]] = WeakKeyDictionary()
-"""By world, and there by a group's name and ranks: who comes again under one name goes on counting, on all ranks."""
+"""Boards by world, then by a group's name and ranks: a group made again under one name goes on counting, on all
+ranks."""

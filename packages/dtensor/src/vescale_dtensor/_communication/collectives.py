@@ -44,8 +44,8 @@ Recipe = Callable[[Tensor], Tensor]
 
 
 class _Engine(NamedTuple):
-    """What a backend does for a reduction: through its own collective, or through an all-to-all. `pairs`: two ranks
-    go ways of their own (`pairs.py`)."""
+    """A backend's way of reducing: through its own collective, or through an all-to-all. `pairs`: two ranks go ways of
+    their own (`pairs.py`)."""
 
     reduces: bool
     pairs: bool
@@ -57,7 +57,7 @@ _FAKE = "fake"  # torch's group without processes
 
 
 def _on_the_stream(options: Any) -> Any:
-    """Of a collective whose result is needed at once: NCCL runs it on the stream of what comes next, not beside it."""
+    """Sets options for a collective whose result is needed at once: NCCL runs it on the stream of what comes next."""
     options.asyncOp = False
     return options
 
@@ -77,7 +77,7 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 
 
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
-    """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
+    """Gathers local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     count = mesh.count(axes)
     call, rank_group = pairs.directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
     names = rank_group.axes
@@ -144,7 +144,7 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 
 
 def is_pair(mesh: Mesh, axes: tuple[int, ...]) -> bool:
-    """Whether the axes have two ranks, whose backend has ways of their own for them."""
+    """True if the axes have two ranks, and their backend has ways of its own for two."""
     return _engine(mesh, axes).pairs and mesh.count(axes) == 2
 
 
@@ -155,7 +155,7 @@ def _gather_call(mesh: Mesh, axes: tuple[int, ...]) -> Callable:
 
 
 def is_away(local: Tensor, mesh: Mesh) -> bool:
-    """Whether a tensor lies on the host while the mesh does not: an offloaded parameter at rest. Collectives of it run
+    """True if a tensor lies on the host while the mesh does not: an offloaded parameter at rest. Collectives of it run
     on the device, and that is where their results are."""
     return local.device.type == "cpu" != mesh.device_type
 
@@ -196,7 +196,8 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
 
 
 def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
-    """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
+    """Reduces contiguous rows [n * d0, d1, ...], each d0 meant for the next rank, to their sum over ranks, of
+    `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
     rank_group, native = mesh.rank_group(axes), _engine(mesh, axes).reduces
     names = rank_group.axes

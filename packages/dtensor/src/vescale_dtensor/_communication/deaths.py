@@ -1,4 +1,4 @@
-"""Which ranks of this machine ended without a word: by SIGKILL (as where memory runs out), a crash, or `os._exit`.
+"""Finds ranks of this machine that ended without a word: by SIGKILL (as where memory runs out), a crash, or `os._exit`.
 
 Such a process tells nobody, and the others see a broken connection, often that of a third rank which followed it. So
 each rank leaves its process's id in the store, once, and whoever finds a connection lost looks whether its neighbours'
@@ -23,7 +23,7 @@ def leave_word(store: Store, rank: int) -> None:
 
 
 def found(store: Store) -> str | None:
-    """The ranks of this machine whose processes have ended, in words; None where all run. Cost: two requests."""
+    """The ranks of this machine whose processes have ended, in words; None if all run. Cost: two requests."""
     machine = _machine()
     if machine is None or not store.check([_key(machine)]):
         return None
@@ -42,15 +42,15 @@ def _key(machine: str) -> str:
 
 
 def _machine() -> str | None:
-    """Of all processes whose ids mean the same here; None where that cannot be told."""
+    """Name of the processes among which ids mean the same; None if that cannot be told."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     return None
 
 
 def _began(pid: int) -> int | None:
-    """When a process began, in ticks since this machine's start, by which ids that are given again differ; None once it
-    has ended, also while its parent has not asked how."""
+    """Returns when a process began, in ticks since this machine's start, by which ids that are given again differ; None
+    once it has ended, also while its parent has not asked how."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
         return None if fields[0] in "ZX" else int(fields[19])

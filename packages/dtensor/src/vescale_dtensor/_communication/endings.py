@@ -1,4 +1,4 @@
-"""Why a rank ended, for the ranks that find it gone.
+"""Tells the ranks that find one gone why it ended.
 
 A rank whose user code raises between two collectives ends its process, and the others
 see a broken connection. So an exception that nobody caught is written into the store
@@ -31,8 +31,8 @@ _KILLED, _RAISED, _LEFT = "killed", "raised", "left"
 
 
 def tell_endings() -> None:
-    """From now on the other ranks of the joined world can know why this process ended. Every rank calls it; again does
-    nothing. Raises CommunicationError where rank 0 is gone."""
+    """Lets the other ranks of the joined world know, from now on, why this process ended. Every rank calls it; again
+    does nothing. Raises CommunicationError where rank 0 is gone."""
     global _before, _told
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ALONE:
         return
@@ -47,12 +47,12 @@ def tell_endings() -> None:
 
 
 def raised_here() -> bool:
-    """Whether this process ends by an exception."""
+    """True if this process ends by an exception."""
     return _raised
 
 
 def raised_anywhere() -> bool:
-    """Whether an exception has ended a rank; False where the store is gone."""
+    """True if an exception has ended a rank; False if the store is gone."""
     with contextlib.suppress(RuntimeError):
         return (found := namespace()) is not None and found.store.check([_RAISED])
     return False

@@ -1,4 +1,4 @@
-"""Who communicated, and why: the hook that `comm_trace` and `strict` hang on.
+"""Names who communicated, and why: the hook that `comm_trace` and `strict` hang on.
 
 Free when nobody listens: a collective tests one list for emptiness. The cause is a
 pair of module globals that dispatch sets before it converts, so that a failing
@@ -23,7 +23,7 @@ _INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a conversion is of: a parameter's name or "", a number that tells values apart, the innermost module that
+    """Subject of a conversion: a parameter's name or "", a number that tells values apart, the innermost module that
     returned it or "", each axis's kind of state (S, P, I, R), and the placements. It can travel to other processes."""
 
     parameter: str
@@ -36,7 +36,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What asked for a conversion: a function, in which module, at which line of the user's code."""
+    """Cause of a conversion: a function, in which module, at which line of the user's code."""
 
     function: str
     module: str = ""
@@ -94,7 +94,7 @@ def current_cause() -> object:
 
 
 def restore_cause(saved: object) -> None:
-    """In a backward: the cause of the forward conversion."""
+    """Sets, in a backward, the cause of the forward conversion."""
     global _current, _direction
     _current, _direction = saved, "backward"
 
@@ -168,7 +168,7 @@ def raw_name(function: object) -> str:
 
 
 def is_strict() -> bool:
-    """Whether a `strict()` is open."""
+    """True if a `strict()` is open."""
     return strict_depth > 0
 
 
@@ -180,7 +180,7 @@ def set_watch(function: Callable | None) -> Callable | None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs code that is neither torch's nor ours."""
+    """True if a frame runs code that is neither torch's nor ours."""
     path = frame.f_code.co_filename
     if path.startswith(_INTERNAL) or path.startswith("<"):
         return False

@@ -55,7 +55,7 @@ def _stream_of(tensor: Tensor) -> torch.Stream | None:
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream | None, *results: Tensor | None) -> Iterator[None]:
-    """What is done is done on this stream, and the one of now comes after it, and may read `results`."""
+    """Runs the block on this stream; the current one comes after it, and may read `results`."""
     now = None if stream is None else torch.accelerator.current_stream(stream.device)
     if now == stream:
         yield
@@ -152,7 +152,7 @@ class ReductionInFlight:
         self._work = _start(self._kind, mesh, axes, 0, call, _wire(out), _wire(chunk), count=0)
 
     def _sum(self) -> Tensor:
-        """Of what has arrived, in rank order."""
+        """Sums what has arrived, in rank order."""
         if self._own is not None:
             total, self._own = self._buffer.add_(self._own), None
             return total

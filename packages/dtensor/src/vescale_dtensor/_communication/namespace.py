@@ -32,14 +32,14 @@ _RANDOM = 16
 
 
 class Namespace(NamedTuple):
-    """Of one world. `store`: the world's, under `name`."""
+    """Names of one world. `store`: the world's, under `name`."""
 
     name: str
     store: dist.Store
 
 
 class _Word:
-    """What rank 0 says, on its way."""
+    """Rank 0's word, on its way."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         # The last byte tells that all have come: to ask gloo's receive is to wait for it.
@@ -63,7 +63,7 @@ class _Word:
 
 
 def namespace(*, together: bool = False) -> Namespace | None:
-    """That of the joined world; None while rank 0's word has not come, or where nobody has joined.
+    """Returns the names of the joined world; None while rank 0's word has not come, or if nobody has joined.
 
     together: whether all ranks ask now; those of a world without a backend for the host then wait for each other.
     """
@@ -83,7 +83,7 @@ def namespace(*, together: bool = False) -> Namespace | None:
 
 
 def await_namespace() -> Namespace:
-    """That of the joined world; every rank asks. Waits for rank 0 as a collective does.
+    """Returns the names of the joined world; every rank asks. Waits for rank 0 as a collective does.
 
     Raises CommunicationError where it is gone, or does not come within the group's time limit.
     """

@@ -1,4 +1,4 @@
-"""What ranks say to each other in Python objects: verdicts, digests, shapes. For checks, not for a hot path."""
+"""Exchange of Python objects between ranks: verdicts, digests, shapes. For checks, not for a hot path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def line_objects(value: object, mesh: Mesh, axis: int) -> list:
 
 
 def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:
-    """What all ranks say, as one: `fold` makes one of what the ranks along an axis say, in rank order, last axis first.
+    """Folds all ranks' values into one: `fold` makes one of those along an axis, in rank order, last axis first.
 
     Cost: a small all-gather per axis; where what is folded stays small, it grows with the longest axis, not with the
     ranks of the mesh.
@@ -75,7 +75,7 @@ class Apart(NamedTuple):
 
 
 def first_apart(value: object, mesh: Mesh) -> Apart | None:
-    """The first rank whose value is not rank 0's, the same on all ranks; None where all agree. Cost: `fold_objects`."""
+    """The first rank whose value is not rank 0's, the same on all ranks; None if all agree. Cost: `fold_objects`."""
 
     def fold(parts: list[tuple[int, Any, Apart | None]]) -> tuple[int, Any, Apart | None]:
         rank, first, _ = parts[0]

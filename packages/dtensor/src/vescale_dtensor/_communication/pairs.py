@@ -24,7 +24,7 @@ _SUMS_EXACTLY = frozenset({torch.float32, torch.float64, torch.int32, torch.int6
 
 
 def sums(tensor: Tensor) -> bool:
-    """Whether gloo's all-reduce of a pair has the bits of a sum in rank order."""
+    """True if gloo's all-reduce of a pair has the bits of a sum in rank order."""
     return tensor.dtype in _SUMS_EXACTLY
 
 
@@ -52,7 +52,7 @@ def swapper(group: ProcessGroup, options: Any = None) -> Callable:
 
 
 def gather_call(group: ProcessGroup, options: Any) -> Callable:
-    """What stands in for `group._allgather_base`, with `options` for its exchange."""
+    """Returns a replacement for `group._allgather_base`, with `options` for its exchange."""
     rank, small = group.rank(), directly(group._allgather_base)
     swap, swap_at_once = swapper(group), swapper(group, options)
 

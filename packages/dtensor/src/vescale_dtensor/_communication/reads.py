@@ -1,4 +1,4 @@
-"""What the host reads (`item`, `tolist`, `bool`, ...) travels in messages of its own, which meet nothing but reads.
+"""Sends what the host reads (`item`, `tolist`, `bool`, ...) in messages of its own, which meet nothing but reads.
 
 A read of a sharded or partial tensor is a collective, and code that one rank alone runs (`if rank == 0:
 print(loss.item())`) would meet whatever the other ranks come to next: numbers would change hands, and nobody would
@@ -36,7 +36,7 @@ _MOST_TEXT = 512
 
 
 class Messages:
-    """Of a process group, the collectives that a read needs, by messages with a tag. They are over when they return."""
+    """Collectives of a process group that a read needs, by messages with a tag. They are over when they return."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._rank, self._count = group, group.rank(), group.size()
@@ -50,7 +50,7 @@ class Messages:
         return self._rank
 
     def _allgather_base(self, out: Tensor, part: Tensor, options: Any = None) -> _Over:
-        """By doubling: after k rounds a rank has what the 2^k ranks from it on had (Bruck et al., 1997)."""
+        """Gathers by doubling: after k rounds a rank has what the 2^k ranks from it on had (Bruck et al., 1997)."""
         if self.brought is not None:
             rows, self.brought = self.brought[:, : part.nbytes].contiguous(), None
             if not torch.equal(rows[self._rank], bits_of(part).cpu()):
@@ -117,7 +117,7 @@ class ReadMesh(Mesh):
 
 
 def reading_mesh(mesh: Mesh) -> ReadMesh | None:
-    """The twin over which values of the mesh's tensors are read; None where its groups cannot have one."""
+    """The twin over which values of the mesh's tensors are read; None if its groups cannot have one."""
     if mesh._reading is None:
         mesh._reading = (ReadMesh(mesh) if _has_gloo(mesh) else None,)
     return mesh._reading[0]

@@ -103,7 +103,7 @@ class Strict:
                 yield {i: a for i, (a, x) in enumerate(zip(layouts, tensors)) if a is not x._layout.base}
 
     def _passes(self, function: Callable, args: tuple, kwargs: dict, tensors: list[DTensor], layouts: list) -> bool:
-        """Whether the call passes on tensors of zeros under these layouts. Alike on all ranks: values do not count."""
+        """True if the call passes on tensors of zeros under these layouts. Alike on all ranks: values do not count."""
         blanks = {id(x): _blank(x, layout) for x, layout in zip(tensors, layouts)}
 
         def blank(x: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ def _remedy(names: list[str], tensors: list[DTensor], fix: dict[int, Layout]) ->
 
 
 def _names(function: Callable, args: tuple, kwargs: dict, tensors: list[DTensor]) -> list[str]:
-    """What the function calls its operands; x0, x1, ... where it does not say, or says `self`: methods of torch have
-    signatures from 2.15 on, and nobody can write to that name."""
+    """Returns the function's names of its operands; x0, x1, ... where it does not say, or says `self`: methods of torch
+    have signatures from 2.15 on, and nobody can write to that name."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):

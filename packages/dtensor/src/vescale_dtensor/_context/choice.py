@@ -1,4 +1,4 @@
-"""Which way attention over a cut sequence is computed, and why.
+"""Chooses the way attention over a cut sequence is computed, and says why.
 
 Per rank and forward, in bytes received over the axis of n ranks (k: a rank's keys and values, q: its queries and
 result together):
@@ -54,7 +54,7 @@ class Choice:
 
 
 def pin(mesh: Mesh, axis: int, way: str) -> None:
-    """From now on, attention over `axis` goes that way where it can."""
+    """Makes attention over `axis` go that way, if it can, from now on."""
     if pins.get(mesh, {}).get(axis) != way:
         pins.setdefault(mesh, {})[axis] = way
         TABLE[F.scaled_dot_product_attention].cache.clear()  # what was decided before
@@ -65,8 +65,8 @@ def pinned(mesh: Mesh, axis: int) -> str:
 
 
 def attention_way(ranks: int, rows: int, shared: int, key_bytes: int) -> str:
-    """What `chosen` gives for so many rows of each rank, heads that share their keys, and bytes of a row of k and v of
-    all heads, where heads do not divide."""
+    """Returns `chosen`'s way for so many rows of each rank, heads that share their keys, and bytes of a row of k and v
+    of all heads, if heads do not divide."""
     return chosen(Problem(ranks, rows, rows, shared, 1, key_bytes, key_bytes), AUTO, False).way
 
 

@@ -85,7 +85,7 @@ class Description:
 
 
 class Held:
-    """What a ring asks of a mask: of a description, the part of one rank."""
+    """One rank's part of a mask's description, as a ring asks for it."""
 
     ndim = 4
     dtype = torch.bool
@@ -101,7 +101,7 @@ class Held:
         return self.description.device
 
     def part(self, tile: Tile) -> Tensor | None:
-        """[batch, 1, rows, columns]; None where the tile's rows see all of its columns."""
+        """[batch, 1, rows, columns]; None if the tile's rows see all of its columns."""
         if tile.clear:
             return None
         columns = torch.arange(*tile.places, device=self.device)
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
         self._made = {id(index): index for index in indices}
 
     def made(self, tensor: Any) -> bool:
-        """Whether it was computed from places."""
+        """True if it was computed from places."""
         return id(tensor) in self._made
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Which blocks a mask leaves empty for which rank: they are neither sent nor computed.
+"""Finds the blocks that a mask leaves empty for a rank: they are neither sent nor computed.
 
 What a causal mask hides follows from places alone (`tiles.needs`). A mask that is a tensor is looked at by each rank,
 for its own rows, and the answers are gathered: one all-gather of a number per block, once per mask tensor and version.
@@ -24,7 +24,7 @@ _MEMO = "_context_blocks"
 
 
 class Seen(NamedTuple):
-    """Whether a rank's rows see any column of a block, and this rank's tiles of each block."""
+    """Table of whether a rank's rows see any column of a block, and this rank's tiles of each block."""
 
     table: Table
     tiles: tuple[tuple[Tile, ...], ...]
@@ -34,7 +34,7 @@ def blocks_seen(
     mesh: Mesh, axis: int, rows: tuple[Ranges, ...], columns: tuple[Ranges, ...], causal: bool,
     mask: Tensor | Held | None,
 ) -> Seen:  # fmt: skip
-    """What is to be computed where. The same table on all ranks."""
+    """Returns what is to be computed where. The same table on all ranks."""
     if isinstance(mask, Held):
         if mask.known is None or mask.known[0] != (mesh, axis, columns):
             found = mask.tiles(columns)
@@ -61,7 +61,7 @@ def _told(found: tuple[tuple[Tile, ...], ...], mesh: Mesh, axis: int, device: to
 
 
 def _trimmed(mask: Tensor, block: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Of each tile the rectangle outside of which the mask hides all. One wait for the device."""
+    """Trims each tile to the rectangle outside of which the mask hides all. One wait for the device."""
     bounds = [_bounds(mask, tile) for tile in block]
     found = []
     for tile, (top, bottom, left, right) in zip(block, torch.stack(bounds).tolist() if bounds else ()):

@@ -27,7 +27,7 @@ TO_HEADS, TO_SEQUENCE = "heads_to_sequence", "sequence_to_heads"
 
 
 def kv_heads(query_heads: int, key_heads: int, ranks: int) -> int | None:
-    """As how many heads keys and values travel; None where the queries' do not divide by the ranks."""
+    """Returns as how many heads keys and values travel; None if the queries' do not divide by the ranks."""
     if query_heads % ranks:
         return None
     least = lcm(key_heads, ranks)
@@ -35,8 +35,8 @@ def kv_heads(query_heads: int, key_heads: int, ranks: int) -> int | None:
 
 
 def attend(circle: Circle, query: Tensor, key: Tensor, value: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
-    """As in a ring; `kernel(q, k, v, heads)` attends whole sequences of the local query heads [heads.start, heads.stop)
-    of those that the ranks of the axis share."""
+    """Attends as in a ring; `kernel(q, k, v, heads)` attends whole sequences of the local query heads [heads.start,
+    heads.stop) of those that the ranks of the axis share."""
     count, rank = circle.count, circle.rank
     heads = query.shape[-3]
     wanted = kv_heads(heads, key.shape[-3], count)

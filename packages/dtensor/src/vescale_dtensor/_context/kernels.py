@@ -25,7 +25,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Scores(NamedTuple):
-    """How scores of a tile become weights."""
+    """Turns scores of a tile into weights."""
 
     mask: Tensor | None
     noise: Tensor | None

@@ -28,7 +28,7 @@ _PROPERTIES = frozenset(
     for name in ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_meta", "is_cuda", "is_cpu")
 )
 _met: dict[tuple, bool] = {}
-"""Whether operands of these layouts meet in a ring, by layouts and what is pinned."""
+"""True if operands of these layouts meet in a ring, by layouts and what is pinned."""
 _LIMIT = 4096
 
 
@@ -104,7 +104,7 @@ class DescribedMask(Tensor):
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: float | None = None, enable_gqa: bool = False,
     ) -> bool:  # fmt: skip
-        """Whether the description is all that is needed of the mask."""
+        """True if the description is all that is needed of the mask."""
         if type(attn_mask) is not DescribedMask or attn_mask._mask is not None or dropout_p or is_causal:
             return False
         if not all(type(tensor) is DTensor and tensor._layout.ndim == 4 for tensor in (query, key, value)):
@@ -136,7 +136,7 @@ def _ring(layouts: tuple[Layout, ...], axis: int) -> bool:
 
 
 def _keeps(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether what is asked for is the mask itself, under another name."""
+    """True if the result is the mask itself, under another name."""
     mask, rest = args[0] if args else None, args[1:]
     if type(mask) is not DescribedMask or kwargs:
         return False
@@ -156,8 +156,8 @@ def _keeps(function: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 def _combined(function: Callable, args: tuple, kwargs: dict) -> DescribedMask | None:
-    """What a function makes of the elements of described masks and of tensors that broadcast to their shape, none of
-    which has both rows and columns; None where that is no described mask."""
+    """Applies a function to the elements of described masks and of tensors that broadcast to their shape, none of which
+    has both rows and columns; None if that gives no described mask."""
     first = next((value for value in args if type(value) is DescribedMask), None)
     if first is None or kwargs:
         return None

@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
 
 
 def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swaps: bool) -> Meeting | None:
-    """The axis that alone cuts the sequence of q, of k and of v; None where there is none.
+    """The axis that alone cuts the sequence of q, of k and of v; None if there is none.
 
     swaps: whether the kernel can attend some of the heads by itself (it draws nothing). The same on all ranks.
     """
@@ -79,13 +79,14 @@ def states_for(
 
 
 def meets(meeting: Meeting, query: Layout, key: Layout) -> bool:
-    """Whether what was decided leaves q and k on their parts of the sequence, cut by the axis alone."""
+    """True if the decision leaves q and k on their parts of the sequence, cut by the axis alone."""
     return query.axes_of(query.ndim - 2) == key.axes_of(key.ndim - 2) == (meeting.axis,)
 
 
 def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | None) -> Callable:
-    """What attends on the shards, in the place of F.scaled_dot_product_attention. `dropout_p` may be a tensor of noise
-    that multiplies the weights (see vescale_rng). select: takes the keys and values of this rank's query heads."""
+    """Returns the function that attends on the shards, in the place of F.scaled_dot_product_attention. `dropout_p` may
+    be a tensor of noise that multiplies the weights (see vescale_rng). select: takes the keys and values of this rank's
+    query heads."""
     mesh, axis = query.mesh, meeting.axis
     places = [
         cut(layout.states[axis], layout.shape[-2], mesh.sizes[axis]) for layout in (query, key)
@@ -136,19 +137,19 @@ def _cuts(state: State, operand: Operand) -> bool:
 
 
 def _alike(query: Operand, key: Operand, value: Operand) -> bool:
-    """Whether batches are equal, so that nothing is stretched, and there are heads."""
+    """True if batches are equal, so that nothing is stretched, and there are heads."""
     if not query.ndim == key.ndim == value.ndim >= 3 or key.shape[-2] != value.shape[-2]:
         return False
     return query.shape[:-3] == key.shape[:-3] == value.shape[:-3] and key.shape[-3] == value.shape[-3]
 
 
 def _divides(mesh: Mesh, axis: int, query: Operand) -> bool:
-    """Whether the axis divides the heads that every rank holds."""
+    """True if the axis divides the heads that every rank holds."""
     return not any(size % mesh.sizes[axis] for size in _sizes(query.layout, query.ndim - 3))
 
 
 def _sizes(layout: Layout, dim: int) -> set[int]:
-    """Of a dim, over all ranks."""
+    """Sizes of a dim, over all ranks."""
     sizes = {layout.shape[dim]}
     for axis in layout.axes_of(dim):
         sizes = {part for size in sizes for part in cut_sizes(layout.states[axis], size, layout.mesh.sizes[axis])}
@@ -156,7 +157,7 @@ def _sizes(layout: Layout, dim: int) -> set[int]:
 
 
 def _problem(mesh: Mesh, axis: int, query: Operand, key: Operand, value: Operand) -> Problem:
-    """Of the rank that holds most; 4 bytes for a number: a layout knows no dtype."""
+    """Problem of the rank that holds most; 4 bytes for a number: a layout knows no dtype."""
     batch = max(_sizes(query.layout, 0)) if query.ndim > 3 else 1
     return Problem(
         ranks=mesh.sizes[axis],

@@ -28,7 +28,7 @@ from .._rules.registry import TABLE
 from .._torch_private import tree_flatten
 
 ONE_BY_ONE = 8
-"""As many positions of one activation are read one by one by what chooses some of them, not by a scan."""
+"""Number of positions of one activation that may be read one by one: more of them are a scan."""
 _NAMES = """
 cumsum cumprod logcumsumexp cummax cummin diff sort argsort msort kthvalue mode median nanmedian quantile nanquantile
 conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d pad constant_pad_nd roll flip fliplr flipud
@@ -115,7 +115,7 @@ def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> 
 
 
 def _is_cut(layout: Layout, dim: int) -> bool:
-    """Whether the dim is an activation's sequence: places, labels and masks of the model's own have two dims."""
+    """True if the dim is an activation's sequence: places, labels and masks of the model's own have two dims."""
     now = _running[-1]
     return layout.mesh is now.mesh and layout.ndim > 2 and layout.axes_of(dim) == (now.axis,)
 

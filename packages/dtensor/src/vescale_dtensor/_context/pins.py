@@ -10,5 +10,5 @@ pins: WeakKeyDictionary[Mesh, dict[int, str]] = WeakKeyDictionary()
 
 
 def pinned_at(mesh: Mesh, axis: int) -> bool:
-    """Whether a plan cuts sequences over that axis."""
+    """True if a plan cuts sequences over that axis."""
     return axis in pins.get(mesh, ())

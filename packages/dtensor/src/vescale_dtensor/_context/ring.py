@@ -35,7 +35,7 @@ FORWARD, BACKWARD = "ring", "ring_gradient"
 
 @dataclass(frozen=True, eq=False)
 class Circle:
-    """What a ring is made of: the axis, and the places of rows and of columns that each of its ranks holds."""
+    """A ring: the axis, and the places of rows and of columns that each of its ranks holds."""
 
     mesh: Mesh
     axis: int

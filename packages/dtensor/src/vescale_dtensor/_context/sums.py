@@ -1,4 +1,4 @@
-"""What tiles give, summed: gradients, and results by the log of their sums of exponentials."""
+"""Sums the results of tiles: gradients, and outputs by the log of their sums of exponentials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Merged:
         self._lse: Tensor | None = None
         self._is_masked = is_masked
         self.all_see = False
-        """Whether every row is known to see a column."""
+        """True if every row is known to see a column."""
 
     def add(self, rows: tuple[int, int], part: Tensor, lse: Tensor) -> None:
         """A tile's result: weights of the two are their shares of the sum of exponentials."""
@@ -61,13 +61,13 @@ class Merged:
         before.copy_(total)
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What all tiles give together, and the log of the sum of exponentials."""
+        """Returns the output of all tiles together, and the log of the sum of exponentials."""
         if self._out is None:
             self._make_room()
         return self._out.to(dtype), self._lse
 
     def _make_room(self) -> None:
-        """For rows that have seen nothing so far."""
+        """Makes room for rows that have seen nothing so far."""
         shape = (*self._query.shape[:-1], self._value.shape[-1])
         if len(shape) == 4:
             batch, heads, rows, width = shape

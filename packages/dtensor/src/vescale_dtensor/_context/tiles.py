@@ -1,4 +1,4 @@
-"""Which rows of this rank meet which columns of a block, and which blocks nobody needs to send. Pure.
+"""Pairs this rank's rows with columns of blocks, and finds the blocks that nobody needs to send. Pure.
 
 Rows are places of queries, columns places of keys. Each rank holds ranges of both. Under a causal mask row p sees the
 columns up to p, so that a range of rows and one of columns make at most two tiles that any row sees: columns that all

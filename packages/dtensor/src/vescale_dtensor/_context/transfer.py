@@ -24,7 +24,7 @@ Message = tuple[int, Tensor]
 
 
 class UnderWay(NamedTuple):
-    """What was started: its works, the tensors that they use, and how it was announced."""
+    """A started transfer: its works, the tensors that they use, and how it was announced."""
 
     works: list
     held: tuple
@@ -33,7 +33,7 @@ class UnderWay(NamedTuple):
 
 
 def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axis: int, kind: str) -> UnderWay | None:
-    """Posts messages to and from ranks of the axis; None where there is none. Pairs with `wait`.
+    """Posts messages to and from ranks of the axis; None if there is none. Pairs with `wait`.
 
     Announced as one event with as many messages as are received.
     """
@@ -69,7 +69,7 @@ def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
 
 
 def group_sends(mesh: Mesh, axis: int) -> bool:
-    """Whether there are processes to send to: in a dry run there are none, and what is received is memory alone."""
+    """True if there are processes to send to: in a dry run there are none, and what is received is memory alone."""
     return mesh.backend((axis,)) != "fake"
 
 

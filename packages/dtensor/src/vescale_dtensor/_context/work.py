@@ -1,4 +1,4 @@
-"""How much attention this rank computes in a ring: pairs of a row and a column, for benchmarks and tests of balance."""
+"""Counts this rank's attention in a ring: pairs of a row and a column, for benchmarks and tests of balance."""
 
 from __future__ import annotations
 

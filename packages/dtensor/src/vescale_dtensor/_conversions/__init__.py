@@ -1,1 +1,1 @@
-"""From one layout to another: which steps, at what cost, and how the gradient comes back."""
+"""Converts from one layout to another: the steps, their cost, and the gradient's way back."""

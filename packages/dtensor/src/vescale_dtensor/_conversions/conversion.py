@@ -1,4 +1,4 @@
-"""Which conversion, at what cost. Pure.
+"""Plans conversions and their cost. Pure.
 
 A conversion moves a tensor from one layout to another of the same mesh and shape.
 It is a sequence of steps, each changing the state of one axis; its backward is the
@@ -161,10 +161,10 @@ def _may_change(layout: Layout, axis: int, here: State, state: State) -> bool:
 
 
 def communicates(source: Layout, target: Layout) -> bool:
-    """Whether the conversion's forward needs any collective."""
+    """True if the conversion's forward needs any collective."""
     return any(step.kind in COLLECTIVES for step in plan(source, target))
 
 
 def is_alias(source: Layout, target: Layout) -> bool:
-    """Whether the conversion leaves the local values as they are (I <-> R)."""
+    """True if the conversion leaves the local values as they are (I <-> R)."""
     return all(step.kind == "nothing" for step in plan(source, target))

@@ -114,7 +114,7 @@ def on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 
 def read(tensor: Tensor) -> Tensor:
-    """What a function computes with: `tensor`, but for a parameter at rest in memory that somebody owns.
+    """Returns the tensor a function computes with: `tensor`, but for a parameter at rest in memory that somebody owns.
 
     Autograd knows a parameter by one shape, and its part at rest has another: its owner gives a tensor of the same
     values, through which a gradient finds its way. The layout of such a parameter is an untracked one.
@@ -183,7 +183,7 @@ about_to_move: Callable | None = None
 def convert_operand(
     tensor: Tensor, source: Layout, target: Layout, function: object, explanation: tuple | None = None
 ) -> Tensor:
-    """What dispatch calls for an input whose layout does not fit.
+    """Converts, for dispatch, an input whose layout does not fit.
 
     The result is only read: where values stay and no gradient flows it is
     `tensor` itself. Under `strict()` a conversion that communicates raises.
@@ -247,7 +247,7 @@ def own_copy(local: Tensor) -> Tensor:
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two local tensors lie in the same memory. Call with dispatch disabled."""
+    """True if two local tensors lie in the same memory. Call with dispatch disabled."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 

@@ -21,7 +21,7 @@ def length(ranges) -> int:
 
 
 def is_outermost(shape: tuple[int, ...], dim: int, groups: int) -> bool:
-    """Whether the shards of a dim lie in memory one after the other, so that the order of ranks is that of the dim."""
+    """True if the shards of a dim lie in memory one after the other, so that the order of ranks is that of the dim."""
     return groups == 1 and prod(shape[:dim]) == 1
 
 

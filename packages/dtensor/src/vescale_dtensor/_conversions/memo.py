@@ -26,7 +26,7 @@ from .._torch_private import _get_sequence_nr
 
 
 class Scope:
-    """What was remembered while a module runs: sources, and of which target; None for slices that were counted."""
+    """Memory of conversions while a module runs: sources, and of which target; None for slices that were counted."""
 
     __slots__ = ("cut", "first_node", "kept")
 
@@ -99,8 +99,8 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
 
 
 def already_summed(source: Tensor, layout: Layout) -> Layout | None:
-    """Of a partial tensor the layout in which an open scope remembers its sum: who asks next need not add up again what
-    comes of its parts. Call with dispatch disabled."""
+    """Returns the layout in which an open scope remembers a partial tensor's sum: who asks next need not add up again
+    what comes of its parts. Call with dispatch disabled."""
     if "_conversions" not in source.__dict__:
         return None
     for whole in (INVARIANT, REPLICATE):
@@ -138,7 +138,7 @@ def _computed_in(source: Tensor) -> Scope:
 
 
 def times_seen(base: Tensor, what: object) -> int:
-    """How often the innermost scope, or one around it, was asked this of the same version of `base`; 0 outside.
+    """Returns how often the innermost scope, or one around it, was asked this of the same version of `base`; 0 outside.
 
     What is remembered of the base from then on holds as long as that scope.
     """
@@ -156,5 +156,5 @@ def times_seen(base: Tensor, what: object) -> int:
 
 
 def version(source: Tensor) -> int:
-    """How often it was written. Call with dispatch disabled."""
+    """Returns how often it was written. Call with dispatch disabled."""
     return -1 if source.is_inference() else source._version

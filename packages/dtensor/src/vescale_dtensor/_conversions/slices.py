@@ -31,8 +31,8 @@ Make = Callable[[Tensor, Layout, Layout, bool, bool], Tensor]
 
 
 def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tensor | None:
-    """What `make` gives for `tensor`, as a slice of what it gives for the tensor that this is a view of; None where the
-    tensor is to be converted itself. Call with dispatch disabled."""
+    """Makes `make`'s result for `tensor` as a slice of that for the tensor that this is a view of; None if the tensor
+    is to be converted itself. Call with dispatch disabled."""
     base = tensor._base
     if type(base) is not DTensor or not base.requires_grad or base.dtype is not tensor.dtype:
         return None
@@ -61,6 +61,6 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
 
 
 def _is_dealt(tensor: Tensor, base: Tensor) -> bool:
-    """Whether it is one of the parts into which `base` was split by rows, as they are dealt out to experts."""
+    """True if it is one of the parts into which `base` was split by rows, as they are dealt out to experts."""
     name = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
     return name.startswith("Split") and tensor.shape[-1:] == base.shape[-1:]

@@ -15,11 +15,11 @@ from .._errors import CommunicationError
 from .guard import before_collectives
 
 _BENEATH = {"_pydevd_bundle.pydevd_runpy", "_pydevd_bundle.pydevd_monkey"}
-"""Of pydevd, and at the bottom of a program's or a thread's own stack."""
+"""Modules of pydevd at the bottom of a program's or a thread's own stack."""
 
 
 def refuse_evaluated() -> None:
-    """From now on, where a debugger of this kind is in the process: a collective that it asks for is an error."""
+    """Makes collectives that a debugger of this kind asks for errors, from now on, if one is in the process."""
     global _refuses
     if _refuses is None and "pydevd" in sys.modules:
         _refuses = before_collectives(_refuse)

@@ -1,4 +1,4 @@
-"""Where a tensor's layout came from: functions, lines and conversions, kept while somebody asks for it."""
+"""Traces a tensor's layout to functions, lines and conversions, kept while somebody asks for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = "vescale: where it was made"
 
 @dataclass(frozen=True)
 class Operand:
-    """What a function was given: under which name (of a parameter, else its place), in which layout, and its origin."""
+    """A function's argument: its name (of a parameter, else its place), its layout, and its origin."""
 
     name: str
     layout: Layout
@@ -54,7 +54,7 @@ class Origin:
                 yield from operand.origin.lines(depth - 1, indent + "    ")
 
     def reasons(self) -> Iterator[str]:
-        """Why each axis of the mesh is as it is, in words."""
+        """Says why each axis of the mesh is as it is."""
         for axis, name in enumerate(self.layout.mesh.names):
             given = [one for one in self.operands if one.layout.mesh is self.layout.mesh]
             sent = [event for event in self.sent if name in event.axes]
@@ -86,7 +86,7 @@ class Origin:
 
 
 class Explanation:
-    """What `explain` gives; `str()` is the answer, `origin` the record, None where nothing is known."""
+    """Result of `explain`; `str()` is the answer, `origin` the record, None if nothing is known."""
 
     def __init__(self, layout: Layout | None, origin: Origin | None, name: str, depth: int) -> None:
         self.layout, self.origin, self._name, self._depth = layout, origin, name, depth
@@ -141,7 +141,7 @@ class _Recorder(TorchFunctionMode):
         return Operand(name, tensor._layout.base, origin)
 
     def convert(self, make: Any, tensor: Tensor, source: Layout, target: Layout, *more: Any) -> Tensor:
-        """In place of a conversion: notes what it sent. One that is remembered keeps the record of the first."""
+        """Replaces a conversion: notes what it sent. One that is remembered keeps the record of the first."""
         before = len(self._sent)
         given = (tensor, source, target, *more)
         out = make(*given) if self.around is None else self.around(make, *given)
@@ -179,7 +179,8 @@ def _recorded(tensor: DTensor) -> Origin | None:
 
 
 def origin_of(tensor: DTensor) -> Origin | None:
-    """What was recorded of a tensor. One that a conversion at a module's boundary made is known by autograd's graph."""
+    """Returns the record of a tensor. One that a conversion at a module's boundary made is known by autograd's
+    graph."""
     found = _recorded(tensor)
     if found is not None:
         return found

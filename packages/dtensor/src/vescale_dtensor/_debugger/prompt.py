@@ -182,7 +182,7 @@ class _Commands(io.TextIOBase):
 
 
 class _Idle(Exception):
-    """Nothing was typed for too long."""
+    """Raised if nothing was typed for too long."""
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ def _bounded() -> Iterator[float]:
 
 @contextlib.contextmanager
 def _completing(complete: Callable) -> Iterator[None]:
-    """In a terminal: names complete with the tab key, as in Pdb."""
+    """Completes names with the tab key in a terminal, as in Pdb."""
     try:
         import readline
     except ImportError:
@@ -240,7 +240,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 class State:
-    """What this rank knows of its debugger."""
+    """This rank's debugger."""
 
     def __init__(self) -> None:
         self.prompts: dict[int, Prompt] = {}  # by driver

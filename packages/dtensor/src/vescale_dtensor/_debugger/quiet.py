@@ -1,4 +1,4 @@
-"""Where user code runs on samples, nobody is to be stopped: planning, dry runs.
+"""Keeps breakpoints quiet where user code runs on samples: planning, dry runs.
 
 Within `unstopped` breakpoints of all kinds go on at once, and what the code prints is kept back; one line on stderr
 says so. Code of users may also be run by a package that does not know this one: those functions are in `_RUN_ALONE`.
@@ -49,7 +49,7 @@ def unstopped(doing: str) -> Iterator[None]:
 
 
 def is_unstopped() -> bool:
-    """Whether a breakpoint is to be passed by; notes the line."""
+    """True if a breakpoint is to be passed by; notes the line."""
     if _doing is not None:
         _pass_by(_doing)
         return True

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they stand at a line: a log of commands in the store.
+"""Exchange between ranks that stand at a line: a log of commands in the store.
 
 The driving rank writes what was typed, number after number; every rank executes the log in order and answers each
 entry. So a rank that comes late, while the others still stand there, executes what it missed first. Nothing is sent
@@ -32,7 +32,7 @@ ARRIVAL_SECONDS = 10.0
 """So long the driver waits, at each stop, for ranks that are not there yet."""
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 20.0
-"""Whose beat was not heard for so long is gone."""
+"""A rank whose beat was not heard for so long is gone."""
 _PREFIX = "stop/"
 _SLOWEST_LOOK = 0.2
 
@@ -46,7 +46,7 @@ class Wire:
         self._early: dict[str, str] = {}
 
     def another(self) -> Wire:
-        """For another thread."""
+        """Returns a wire for another thread."""
         store = self._store()
         return Wire(None if store is None else store.clone())
 
@@ -88,7 +88,7 @@ class Simulation(Protocol):
         """Lets the others run."""
 
     def place(self, rank: int) -> str:
-        """Where a rank is."""
+        """Says where a rank is."""
 
 
 simulation: Simulation | None = None
@@ -114,7 +114,7 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the driver has gone on already."""
+        """True if the driver has gone on already."""
         return self.size > 1 and self.wire.has(f"{self.name}/end")
 
     @property
@@ -139,12 +139,13 @@ class Stop:
             tell(f"rank {rank} has not come to this line: {where}")
 
     def answer(self, text: str) -> None:
-        """What this rank has to say before the next command."""
+        """Says this rank's word before the next command."""
         if self.size > 1:
             self.wire.put(f"{self.name}/out/{self.number}/{self.rank}", text)
 
     def answers(self, tell: Callable[[str], None]) -> dict[int, str]:
-        """On the driver: what all that are here have to say, once all have; whoever came late is here from now on."""
+        """Returns, on the driver, what all that are here have to say, once all have; whoever came late is here from now
+        on."""
         if self.size == 1:
             return {}
         for rank in self._came() & set(self.absent):
@@ -178,14 +179,14 @@ class Stop:
         return found
 
     def send(self, line: str) -> None:
-        """On the driver: the next command."""
+        """Sends, on the driver, the next command."""
         if self.size > 1:
             self.present -= self._beats.gone
             self.wire.put(f"{self.name}/line/{self.number}", json.dumps([line, sorted(self.present)]))
         self.number += 1
 
     def receive(self) -> str | None:
-        """On the others: the next command, once it was typed; None where the driver does not come to this line.
+        """Returns, on the others, the next command, once it was typed; None if the driver does not come to this line.
 
         Raises CommunicationError when the driver is gone.
         """
@@ -222,7 +223,7 @@ class Stop:
         return self._beats is not None and rank in self._beats.gone
 
     def has_executed(self, rank: int) -> bool:
-        """Whether a rank is through with the command that this one executes."""
+        """True if a rank is through with the command that this one executes."""
         return self.wire.has(f"{self.name}/out/{self.number}/{rank}")
 
     def _came(self) -> set[int]:
@@ -321,13 +322,13 @@ class Beats:
 
 
 class NoBeats:
-    """Of ranks that live and end together."""
+    """Signs of life of ranks that live and end together."""
 
     def __init__(self, *_: Any) -> None:
         self.gone: set[int] = set()
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: nothing was begun."""
 
 
 def answer_where(store: dist.Store, rank: int, answered: str | None, place: Callable[[], str]) -> str | None:
@@ -340,7 +341,7 @@ def answer_where(store: dist.Store, rank: int, answered: str | None, place: Call
 
 
 def is_open(store: dist.Store) -> bool:
-    """Whether a person debugs: then others wait, and do not hang."""
+    """True if a person debugs: then others wait, and do not hang."""
     return Wire(store).get("open") == "1"
 
 

@@ -1,1 +1,1 @@
-"""What happens when a function is called on DTensors."""
+"""Calls of functions on DTensors."""

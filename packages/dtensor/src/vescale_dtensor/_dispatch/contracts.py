@@ -1,4 +1,4 @@
-"""What dispatch refuses, for its result would be wrong without a word (design, section 3)."""
+"""Refusals of dispatch: results that would be wrong without a word (design, section 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._tensor.tensor import DTensor, local_only
 
 
 def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> NoReturn:
-    """For a plain tensor with a gradient's history, among the operands `tensors`."""
+    """Raises for a plain tensor with a gradient's history, among the operands `tensors`."""
     raise PlainTensorError(
         events.function_name(function),
         f"a plain tensor with autograd history (from {tensor.grad_fn.name()}) is combined with a DTensor: it has "
@@ -34,7 +34,7 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
 
 
 def raise_number(function: Any, tensor: Tensor) -> NoReturn:
-    """For a function in place that would change which kind of object a tensor is."""
+    """Raises for a function in place that would change which kind of object a tensor is."""
     name = events.function_name(function)
     raise OperatorError(
         name,

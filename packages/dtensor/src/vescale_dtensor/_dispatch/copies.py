@@ -31,7 +31,7 @@ _base_of: dict[int, tuple[StorageWeakRef, tuple[StorageWeakRef, ...]]] = {}
 _copies_of: dict[int, list[int]] = {}
 _sweep_at = 64
 PATIENCE_S = 0.1
-"""How long a write waits for a transfer's thread to let go of a view that is gone."""
+"""Seconds that a write waits for a transfer's thread to release a view that is gone."""
 
 
 def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
@@ -70,7 +70,7 @@ def _copied_apart(tensor: Tensor, row_major: bool = False) -> Tensor:
 
 
 def is_copy(tensor: Tensor) -> bool:
-    """Whether `tensor` lies in a copied view."""
+    """True if `tensor` lies in a copied view."""
     with local_only():
         return tensor.untyped_storage()._cdata in _base_of
 
@@ -102,7 +102,7 @@ def check_writable(function: object, tensor: Tensor) -> None:
 
 
 def _ends_soon(tensor: Tensor) -> bool:
-    """Whether nothing but a transfer held the other of the two, as ranks must agree: a backend's thread lets go of what
+    """True if nothing but a transfer held the other of the two, as ranks must agree: a backend's thread lets go of what
     it sent a moment after it was waited for."""
     until = monotonic() + PATIENCE_S
     while monotonic() < until:
@@ -173,7 +173,7 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
 
 
 def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwargs: dict) -> bool | None:
-    """Whether `function` of one device's tensor, which has these sizes, would be no view of it. None where its strides
+    """True if `function` of one device's tensor, which has these sizes, would be no view of it. None if its strides
     are not known."""
     strides = global_stride(tensor.stride(), tensor.shape, layout)
     if strides is None:
@@ -184,7 +184,7 @@ def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwa
 
 
 def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether the strides are row-major, dims of one local index included that have more on the whole."""
+    """True if the strides are row-major, dims of one local index included that have more on the whole."""
     expected = 1
     for size, stride, whole in zip(reversed(local.shape), reversed(local.stride()), reversed(shape)):
         if whole > 1:

@@ -58,7 +58,7 @@ _entry_of = TABLE.get
 
 
 def look_into(table: Any) -> Any:
-    """From now on functions are decided by `table`, an overlay of the one of rules. Returns the one before."""
+    """Makes `table`, an overlay of the one of rules, decide functions from now on. Returns the one before."""
     global _table, _entry_of
     before, _table, _entry_of = _table, table, table.get
     return before
@@ -176,7 +176,7 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
 
 
 def local_form(function: Any) -> Any:
-    """What runs on the shards: the function itself, or what it names.
+    """Returns what runs on the shards: the function itself, or what it names.
 
     A `torch.library` op of somebody else's is called on plain tensors: what its autograd formula saves comes back to it
     with dispatch on, beside gradients that are plain.
@@ -423,7 +423,7 @@ def apart(out: Any) -> Any:
 
 
 def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:
-    """Whether a view's base moves first, so that the view is a copy."""
+    """True if a view's base moves first, so that the view is a copy."""
     target = decision.targets[0]
     return Trait.VIEW in entry.traits and target is not None and not is_alias(base.layout, target)
 

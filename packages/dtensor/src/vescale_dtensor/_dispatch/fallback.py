@@ -98,7 +98,7 @@ _STATISTICS = {
 
 
 def _written_by_schema(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """What an operator of a library writes to: its kernel need not tell the version counter."""
+    """Returns the tensors that an operator of a library writes to: its kernel need not tell the version counter."""
     if isinstance(function, OpOverloadPacket):
         overloads = [getattr(function, name) for name in function.overloads()]
     else:
@@ -114,7 +114,8 @@ def _written_by_schema(function: Callable, args: tuple, kwargs: dict) -> list[Te
 
 
 def _written_by_name(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """What a function writes to, by torch's naming. (All else it writes to is known by its version.)"""
+    """Returns the tensors that a function writes to, by torch's naming. (All else it writes to is known by its
+    version.)"""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, (tuple, list)) else [] if out is None else [out]
     if is_inplace(function) or kwargs.get("inplace") is True:
@@ -176,7 +177,7 @@ def _attached(out: Any, gathered_operands: list, written: dict[int, DTensor], pl
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
+    """True if two tensors lie in one storage."""
     with local_only():
         if one.layout is not torch.strided or other.layout is not torch.strided:
             return False

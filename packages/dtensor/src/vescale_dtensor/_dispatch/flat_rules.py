@@ -50,7 +50,7 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
 
 
 def _stays(traits: Trait, call: Call) -> bool:
-    """Whether the local function of flat shards is the flat shard of the function."""
+    """True if the local function of flat shards is the flat shard of the function."""
     if Trait.DRAWS in traits:
         return False
     named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself
@@ -98,7 +98,8 @@ def _itself(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def on_flat(call: Call, signature: Signature) -> Decision | None:
-    """On flat shards; None when the function looks at dims, or a partial operand would have to be reduced in place."""
+    """Decides on flat shards; None if the function looks at dims, or a partial operand would have to be reduced in
+    place."""
     cut = [operand for operand in call.operands if operand.layout.flat_axis is not None]
     lead = cut[0].layout
     outputs = set(signature.outputs)

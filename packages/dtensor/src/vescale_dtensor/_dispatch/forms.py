@@ -77,7 +77,7 @@ def plain_in_place(function: Callable) -> Decision:
 
 
 def _is_replaced(own: Tensor, source: Any) -> bool:
-    """Whether all of `own` is written by what is cut, and is nobody else's memory."""
+    """True if all of `own` is written by what is cut, and is nobody else's memory."""
     if type(own) is not Tensor or own._base is not None or own.requires_grad or type(source) is not DTensor:
         return False
     if own.shape != source.shape or not own.is_contiguous() or not _cuts(source._layout):
@@ -105,7 +105,7 @@ def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
 
 
 def partial_in_place(call: Call, signature: Signature) -> Decision | None:
-    """For an in-place call that self's layout forbids because self is partial; None when that is not why."""
+    """Decides an in-place call that self's layout forbids because self is partial; None if that is not why."""
     own = call.operands[0]
     if not own.layout.is_partial or not (call.args and call.args[0] is own):
         return None

@@ -67,7 +67,7 @@ def check_not_mapped() -> None:
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether a transform has wrapped the tensor, or forward-mode differentiation gave it a tangent."""
+    """True if a transform has wrapped the tensor, or forward-mode differentiation gave it a tangent."""
     if is_wrapped(tensor):
         return True
     if dual_level() < 0 or type(type(tensor)) is TensorType:

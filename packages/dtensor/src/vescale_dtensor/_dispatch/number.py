@@ -51,9 +51,9 @@ def below_dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwarg
 
 
 def under_mode(mode: TorchDispatchMode, function: Any, types: Any, args: tuple, kwargs: dict) -> Any:
-    """What a mode of ours answers for an operator that somebody below the engine gives such a number, or
-    NotImplemented where there is none. A mode hears of it before the number does, and to disable torch functions, as
-    ours do first, would say that the part is meant. The mode sees what reads the value."""
+    """Answers for a mode of ours, for an operator that somebody below the engine gives such a number; NotImplemented if
+    there is none. A mode hears of it before the number does, and to disable torch functions, as ours do first, would
+    say that the part is meant. The mode sees what reads the value."""
     if DTensor not in types or not _is_value_meant(function):
         return NotImplemented
     TorchDispatchMode.__enter__(mode)  # alone: what a mode of ours enters beside torch's is entered
@@ -65,7 +65,7 @@ def under_mode(mode: TorchDispatchMode, function: Any, types: Any, args: tuple, 
 
 
 def _is_value_meant(function: Any) -> bool:
-    """Whether who calls is not the engine, in its own local run, nor a backward."""
+    """True if the caller is not the engine, in its own local run, nor a backward."""
     return _is_torch_function_enabled() and (_current_graph_task_id() == -1 or function in _READS)
 
 
@@ -121,7 +121,7 @@ def _read(tensor: Tensor) -> Any:
 
 
 def takes_number(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether this call gives a tensor of one element where `function` takes a number."""
+    """True if this call gives a tensor of one element where `function` takes a number."""
     first = TAKE_NUMBERS.get(function)
     if first is None:
         return False

@@ -44,7 +44,7 @@ def in_order(
 ) -> Callable:
     """`run`, a local call on tensors that lie as `given`; its result, of the layout `out`, has strides that tell.
 
-    `places`: of the tensors among its arguments; None where some are in lists, or have names.
+    `places`: of the tensors among its arguments; None if some are in lists, or have names.
     Free where no dim is cut to one index. Else a look at the strides of what is given.
     """
     if out.ndim < 2 or any(layout.flat_axis is not None for layout in (out, *given)):
@@ -64,7 +64,7 @@ def in_order(
         return wanted if wanted is not None and _may_lay(result, wanted) else None
 
     def laid(result: Tensor, key: tuple, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> Tensor:
-        """Of strides that are met for the first time, or that give the result others."""
+        """Lays out a result as strides require that are met for the first time, or that give the result others."""
         if key not in known:
             if len(known) >= _MOST:
                 known.clear()
@@ -121,7 +121,7 @@ def _collected(args: tuple, kwargs: dict) -> list[Tensor]:
 def _wanted(
     function: Callable, args: tuple, kwargs: dict, tensors: Sequence[Tensor], given: Sequence[Layout], out: Layout
 ) -> tuple[int, ...] | None:
-    """The shard's strides of what `function` makes on one device; None where that cannot be told."""
+    """The shard's strides of what `function` makes on one device; None if that cannot be told."""
     likes = []
     for tensor, layout in zip(tensors, given):
         whole = global_stride(tensor.stride(), tensor.shape, layout)
@@ -144,6 +144,6 @@ def _is_given(result: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 
 def _may_lay(result: Tensor, wanted: tuple[int, ...]) -> bool:
-    """Whether these are other strides, and for dims of one index alone."""
+    """True if these are other strides, and for dims of one index alone."""
     own = result.stride()
     return own != wanted and all(one == other for one, other, size in zip(own, wanted, result.shape) if size > 1)

@@ -116,7 +116,7 @@ def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed:
 
 
 def _divides(inputs, operands: list[Operand], columns: list, sizes: tuple[int, ...]) -> bool:
-    """Whether grouped and ragged cuts divide what the axes before leave of their dim, on every rank."""
+    """True if grouped and ragged cuts divide what the axes before leave of their dim, on every rank."""
     for i, (state, operand) in enumerate(zip(inputs, operands)):
         if state.kind != "S" or (state.groups == 1 and state.units is None):
             continue

@@ -1,4 +1,4 @@
-"""What stands for a parameter in a user's autograd Function: its whole value, plain, and in all else the parameter.
+"""Stands for a parameter in a user's autograd Function: its whole value, plain, and in all else the parameter.
 
 Such a Function may ask of which class a weight is, what is on it (`main_grad`), and write to its gradient itself, as
 kernels do that add to it where they compute it. Its operands are whole, and alike on all ranks, so what it writes is

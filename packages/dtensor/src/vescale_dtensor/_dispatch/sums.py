@@ -36,7 +36,7 @@ from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_
 from .signature import Signature, solve
 
 BY_INDEX = {Tensor.index_add_, Tensor.index_put_, Tensor.scatter_add_}
-"""What adds to some indices of its first operand."""
+"""Functions that add to some indices of their first operand."""
 
 
 def alike(decision: Decision, operands: Sequence[Operand]) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -60,7 +60,7 @@ def alike(decision: Decision, operands: Sequence[Operand]) -> tuple[tuple[int, t
 
 
 def as_zeros(call: Call, rule: Callable, decision: Decision) -> Layout | None:
-    """The layout in which the first operand, were it nothing but zeros, takes parts of sums as they are; None where
+    """The layout in which the first operand, were it nothing but zeros, takes parts of sums as they are; None if
     none of the others is to be added up for it, and for what does not add by index."""
     if call.function not in BY_INDEX:
         return None
@@ -158,7 +158,7 @@ def _read(tensor: Tensor, target: Layout, function: Any) -> Tensor:
 
 
 def _is_only_pass() -> bool:
-    """Whether gradients are recorded in no other pass of this code: none of a checkpoint's two is such a one."""
+    """True if no other pass of this code records gradients: neither of a checkpoint's two is such a one."""
     return is_grad_enabled() and _saved_tensors_hooks(True) is None and _current_graph_task_id() == -1
 
 
@@ -181,7 +181,7 @@ def _make_partial(tensor: Tensor, layout: Layout) -> None:
 
 
 def _is_zeros(tensor: Tensor) -> bool:
-    """Whether it was made of zeros, is as it was made, and is nobody else's memory."""
+    """True if it was made of zeros, is as it was made, and is nobody else's memory."""
     if not tensor.__dict__.get("_zeros") or tensor.requires_grad:
         return False
     with local_only():

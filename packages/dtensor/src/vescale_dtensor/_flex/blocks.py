@@ -39,7 +39,7 @@ ALL = Places()
 
 
 def is_aligned(rows: Ranges, edge: int, length: int) -> bool:
-    """Whether rows held in this order are whole blocks of `edge`, but for the sequence's last, which must come last."""
+    """True if rows held in this order are whole blocks of `edge`, but for the sequence's last, which must come last."""
     for at, (start, stop) in enumerate(rows):
         ends = stop % edge == 0 or (stop == length and at == len(rows) - 1)
         if start % edge or not ends:
@@ -94,7 +94,7 @@ def _moves(ranges: Ranges | None) -> bool:
 
 
 def _there(ranges: Ranges | None, device: torch.device) -> Callable:
-    """From a local index to the global one."""
+    """Maps a local index to the global one."""
     if ranges is None or not _moves(ranges):
         return lambda index: index
     if len(ranges) == 1:

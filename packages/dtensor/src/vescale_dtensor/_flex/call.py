@@ -20,8 +20,8 @@ from .captured import captured, replaced
 
 
 class Form:
-    """What is asked for beside the operands. Two are equal where the same is decided for them; what is compared
-    outlives the call in dispatch's cache, and users' functions, with their tensors, do not (`release`)."""
+    """Options beside the operands. Two are equal where the same is decided for them; what is compared outlives the call
+    in dispatch's cache, and users' functions, with their tensors, do not (`release`)."""
 
     def __init__(self, given: dict[str, Any], held: list[Tensor]) -> None:
         self.score_mod: Callable | None = given["score_mod"]
@@ -52,7 +52,8 @@ class Form:
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, held: list[Tensor], places: blocks.Places, grouped: bool
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """On plain tensors or shards, which hold `places` of the whole: the result, and the statistics asked for."""
+        """Runs on plain tensors or shards, which hold `places` of the whole; returns the result, and the statistics
+        asked for."""
         query, key, value = alias(query), alias(key), alias(value)
         by = {of: alias(tensor) for of, tensor in zip(self._held, held)}
         score_mod = blocks.at_global(replaced(self.score_mod, by), places, query.device, scores=True)

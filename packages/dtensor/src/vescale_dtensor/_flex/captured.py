@@ -39,7 +39,7 @@ def replaced(value: Any, by: By) -> Any:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a value has with it that may be replaced."""
+    """Returns the parts of a value that may be replaced."""
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -1,4 +1,4 @@
-"""Where flex_attention, create_block_mask and create_mask come to dispatch.
+"""Sends flex_attention, create_block_mask and create_mask to dispatch.
 
 They are Python functions that ask no class, and programs hold them in many ways before this library is imported: by
 `from ... import`, in a partial, compiled. So nothing can stand in front of them but what is in them: each keeps its

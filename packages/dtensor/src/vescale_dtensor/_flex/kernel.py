@@ -1,4 +1,4 @@
-"""What attends on plain tensors: torch's flex_attention, compiled as the user's call is; or what stands in for it.
+"""Attention on plain tensors: torch's flex_attention, compiled as the user's call is, or its stand-in.
 
 Under a dispatch mode torch compiles nothing, and flex_attention raises: the modes are
 taken off while it runs, and do not see it. On tensors without data it is attention without a mask, which has the same
@@ -49,12 +49,12 @@ def flex_without_data(attention: Callable) -> Iterator[None]:
 
 
 def stands_in(query: Tensor) -> bool:
-    """Whether something else runs in flex_attention's place, for plain tensors too."""
+    """True if something else runs in flex_attention's place, for plain tensors too."""
     return _formulas > 0 or getattr(query, "is_meta", False)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-    """As torch's flex_attention, on plain tensors."""
+    """Runs torch's flex_attention on plain tensors."""
     if not stands_in(query):
         with without_dispatch_modes():
             return compiled(FLEX)(query, key, value, **given)
@@ -70,7 +70,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
 
 
 def reads_lists(device: Any) -> bool:
-    """Whether anybody is going to read the lists of a mask on this device."""
+    """True if anybody is going to read the lists of a mask on this device."""
     return not _formulas and (device is None or torch.device(device).type != "meta")
 
 

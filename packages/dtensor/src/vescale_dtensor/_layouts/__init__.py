@@ -1,1 +1,1 @@
-"""How a global tensor lies on a mesh: layouts, their states per axis, the mesh, and the geometry of regions."""
+"""Layouts of a global tensor on a mesh: their states per axis, the mesh, and the geometry of regions."""

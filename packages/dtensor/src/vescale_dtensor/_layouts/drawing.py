@@ -162,7 +162,7 @@ def _axes(layout: Layout, shown: list[int], width: float, height: float) -> list
 
 
 def _captions(layout: Layout, shown: list[int]) -> list[str]:
-    """What to see, the title first."""
+    """Explains the picture, the title first."""
     shape = ", ".join(map(str, layout.shape))
     said = [f"[{shape}] on {layout.mesh}"]
     for axis, (name, state) in enumerate(zip(layout.mesh.names, layout.states)):

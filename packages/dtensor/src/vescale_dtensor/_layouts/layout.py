@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def is_exact(self) -> bool:
-        """Whether groups and units divide what they cut at every coordinate: a cut within a cut may not."""
+        """True if groups and units divide what they cut at every coordinate: a cut within a cut may not."""
         return all(
             divides(state, size)
             for axis, state in enumerate(self.states)
@@ -349,7 +349,7 @@ def _flattens(placement: Placement, ndim: int) -> bool:
 
 
 def _cut_elsewhere(placements: tuple[Placement, ...], axis: int) -> bool:
-    """Whether another axis cuts the one dim of a 1-D tensor, and not in proportions, which nest."""
+    """True if another axis cuts the one dim of a 1-D tensor, and not in proportions, which nest."""
     others = [p for at, p in enumerate(placements) if at != axis]
     return any(isinstance(p, (Shard, InterleavedShard)) for p in others)
 

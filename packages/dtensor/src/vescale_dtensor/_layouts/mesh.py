@@ -129,7 +129,8 @@ class Mesh:
 
 
 def _release() -> None:
-    """At exit: a process group that outlives the interpreter may abort the process, destroyed or not."""
+    """Releases groups at exit: a process group that outlives the interpreter may abort the process, destroyed or
+    not."""
     for mesh in _meshes:
         mesh._groups.clear()
 

@@ -44,7 +44,7 @@ def cut(state: State, size: int, count: int) -> tuple[Ranges, ...]:
 
 
 def _ordered(rank: int, order: tuple[int, ...], group: int, groups: int) -> Ranges:
-    """Of each group the chunks that are this rank's."""
+    """Returns this rank's chunks of each group."""
     chunk = -(-group // len(order))
     found = [
         (g * group + min(at * chunk, group), g * group + min((at + 1) * chunk, group))
@@ -56,13 +56,14 @@ def _ordered(rank: int, order: tuple[int, ...], group: int, groups: int) -> Rang
 
 
 def cut_ranges(placement: Shard | InterleavedShard, size: int, count: int) -> tuple[Ranges, ...]:
-    """What each rank holds of a dim of `size` under a public placement."""
+    """Returns each rank's part of a dim of `size` under a public placement."""
     return cut(state_of(placement), size, count)
 
 
 @lru_cache(maxsize=65536)
 def cut_sizes(state: State, size: int, count: int) -> tuple[int, ...]:
-    """How many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be many."""
+    """Returns how many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be
+    many."""
     if state.units is not None:
         return tuple(stop - start for ((start, stop),) in cut(state, size, count))
     if state.order is not None:
@@ -143,7 +144,7 @@ def intersect(mine: Ranges, theirs: Ranges) -> list[tuple[int, int]]:
 
 
 def local_offset(ranges: Ranges, index: int) -> int:
-    """Where the global `index` lies in the local tensor that holds `ranges`."""
+    """Returns the place of the global `index` in the local tensor that holds `ranges`."""
     at = 0
     for start, stop in ranges:
         if start <= index < stop:
@@ -153,7 +154,7 @@ def local_offset(ranges: Ranges, index: int) -> int:
 
 
 def divides(state: State, size: int) -> bool:
-    """Whether a dim of `size` can be cut by `state` at all: whole groups, whole units."""
+    """True if a dim of `size` can be cut by `state` at all: whole groups, whole units."""
     if state.units is not None:
         total = sum(state.units)
         return total > 0 and all(size * unit % total == 0 for unit in state.units)

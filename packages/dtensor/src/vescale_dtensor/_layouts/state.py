@@ -42,12 +42,12 @@ class State:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it cuts a dim."""
+        """True if it cuts a dim."""
         return self.kind == "S"
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether every rank of a sharded axis holds one range of the dim, in the order of ranks."""
+        """True if every rank of a sharded axis holds one range of the dim, in the order of ranks."""
         return self.groups == 1 and self.order is None
 
     @property
@@ -137,7 +137,7 @@ def flat(ndim: int, units: tuple[int, ...]) -> State:
 def _restore(
     kind: str, dim: int, groups: int, units: tuple[int, ...] | None, order: tuple[int, ...] | None = None
 ) -> State:
-    """What `__reduce__` wrote; without an order where that was before chunks were dealt out."""
+    """Restores what `__reduce__` wrote; without an order if that was before chunks were dealt out."""
     if kind == "F":
         return flat(dim, units)
     return sharded(dim, groups, units, order) if kind == "S" else _UNSHARDED[kind]

@@ -33,7 +33,7 @@ def dense_strides(order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]
 
 def memory_order(strides: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
     """The dims from the outermost in memory, of equal strides the one of one index the inner; expanded dims stay where
-    they are. None where that is their own order. A part that is copied out of a tensor keeps it, for a draw into the
+    they are. None if that is their own order. A part that is copied out of a tensor keeps it, for a draw into the
     part, or into one made like it, goes by that order."""
     dims = [dim for dim, stride in enumerate(strides) if stride]
     ranked = sorted(dims, key=lambda dim: (-strides[dim], sizes[dim] == 1, dim))
@@ -51,7 +51,7 @@ def cut_to_one(layout: Layout) -> list[int]:
 
 
 def global_stride(strides: Sequence[int], sizes: Sequence[int], layout: Layout) -> tuple[int, ...] | None:
-    """One device's strides, from those of a shard of `sizes`; None where they do not follow from these.
+    """One device's strides, from those of a shard of `sizes`; None if they do not follow from these.
 
     Behind every dim that is cut lies less than on the whole: strides of the dims outside of it grow by what the cut
     took. Of dims with equal strides the one of one index is the inner, as in a fresh tensor.

@@ -6,7 +6,7 @@
     expand, broadcast_to, repeat          `Spread`
     lists of tensors                      their ordinary rule; see `position`
 
-A form is a rule: it takes a `Call` and gives a `Decision`, or None where it has no opinion.
+A form is a rule: it takes a `Call` and gives a `Decision`, or None if it has no opinion.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def elementwise(call: Call, signature: Signature, function: Callable) -> Decisio
 
     @cache
     def plan(i: int) -> tuple:
-        """How operand i is spread: asked for with the first that has a gradient, for only then the grid must fit."""
+        """Spreads operand i: asked for with the first that has a gradient, for only then the grid must fit."""
         names = found.inputs[i]
         missing = tuple(d for d, label in enumerate(labels) if label not in names)
         kept = tuple(d for d, label in enumerate(names) if label is not None)

@@ -1,4 +1,4 @@
-"""Whether blocks of a product may be computed as one: asked of this machine's kernels, once per shape.
+"""Tells whether blocks of a product may be computed as one: asks this machine's kernels, once per shape.
 
 The blocks are what counts: their bits are the mode's. A kernel that adds up the products of an entry in the order of
 `k`, whatever the shape around it, gives a large product the same bits, several times as fast. Kernels for small shapes
@@ -75,7 +75,7 @@ def lines(memory: Callable, many: Sequence[int], shape: tuple[int, int], bytes_e
 
 
 def merges(like: Tensor, rows: int, columns: int, shape: tuple[int, int, int]) -> bool:
-    """Whether `rows` times `columns` blocks [m, k] x [n, k] of `like`'s dtype have the bits of one product."""
+    """True if `rows` times `columns` blocks [m, k] x [n, k] of `like`'s dtype have the bits of one product."""
     if rows == columns == 1:
         return False
     return _asked(like.dtype, like.device, rows, columns, shape, torch.get_num_threads())

@@ -186,7 +186,7 @@ class reproducible(TorchFunctionMode):
 
 
 def is_reproducible() -> bool:
-    """Whether the mode is on."""
+    """True if the mode is on."""
     return _current is not None
 
 

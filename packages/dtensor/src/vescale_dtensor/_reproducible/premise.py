@@ -1,4 +1,4 @@
-"""What the reproducible mode takes for granted of a machine's kernels, asked of the machine at hand."""
+"""Premises of the reproducible mode about kernels, checked on the machine at hand."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Overlay:
         return entry
 
     def plain_made(self, function: Callable) -> Plain | None:
-        """How plain tensors are computed with, of one that was not asked for yet; None where nothing changes."""
+        """Makes the way to compute with plain tensors, for a function not asked for yet; None if nothing changes."""
         ordinary = TABLE.get(function) or Entry(function)
         entry = ordinary if draws_by_place(ordinary) else self._canonical(function, ordinary)
         self._plain[function] = found = None if entry is None else Plain(entry, ordinary.traits)
@@ -118,7 +118,7 @@ class Plain:
 
 
 def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | None:
-    """The rule in the mode; None where the ordinary one stays, or there is none."""
+    """The rule in the mode; None if the ordinary one stays, or there is none."""
     form, ordinary, traits = FORMS.get(function), entry.rule, entry.traits
     if ordinary is None:
         known = entry.handler is not None or is_inplace(function) or _is_attribute(function)

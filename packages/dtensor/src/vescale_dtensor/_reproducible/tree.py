@@ -61,7 +61,7 @@ def unseen_backward(body: Callable) -> Callable:
 
 
 def wide(x: Tensor) -> Tensor:
-    """What sums are made of: float32 for half precision."""
+    """Widens a sum's terms: float32 for half precision."""
     return x.float() if x.dtype in _HALF else x
 
 

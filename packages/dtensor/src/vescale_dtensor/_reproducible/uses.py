@@ -36,7 +36,7 @@ from .grid import ReproducibleError
 
 
 class Origin(NamedTuple):
-    """What a converted tensor is a conversion of."""
+    """Source of a converted tensor."""
 
     source: Tensor
     route: Route | None  # None: the same tensor at another place of a call
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 
 class Again(Function):
-    """What a conversion of `source` gave, `known`, for another use: nothing is sent. Backward as the conversion's.
+    """Reuses the conversion of `source`, `known`, for another use: nothing is sent. Backward as the conversion's.
 
     `known` comes in a tuple, out of autograd's sight: an edge to its node would have that send zeros, and add them.
     """
@@ -84,7 +84,7 @@ def once_more(tensor: Tensor) -> Tensor:
 
 
 def _origin(tensor: Tensor) -> Origin | None:
-    """None where there is none, or one of the two was written to since."""
+    """Returns the origin; None if there is none, or one of the two was written to since."""
     origin = tensor.__dict__.get("_origin")
     if origin is None or origin.versions != (origin.source._version, tensor._version) or not tensor.requires_grad:
         return None
@@ -102,7 +102,7 @@ def _made(source: Tensor, known: Tensor, route: Route | None) -> Tensor:
 
 
 def _base(tensor: Tensor) -> Tensor:
-    """What a node of a use stands for."""
+    """Returns the tensor that a node of a use stands for."""
     stands_for = tensor.__dict__.get("_stands_for")
     return tensor if stands_for is None else stands_for
 
@@ -196,7 +196,7 @@ def replaced(args: tuple, kwargs: dict, found: dict[int, list[Tensor]]) -> tuple
 
 
 def _check_written(function: Any, tensor: Tensor) -> None:
-    """What is a view of one use is no view of the value."""
+    """Refuses writes to a view of one use, which is no view of the value."""
     if tensor._is_view() and tensor._base is not None and "_stands_for" in tensor._base.__dict__:
         raise ReproducibleError(
             events.function_name(function),

@@ -91,7 +91,7 @@ class Call:
 
 @dataclass(slots=True)
 class Decision:
-    """What to do for one function with given layouts.
+    """Decision for one function with given layouts.
 
     targets: per operand (in the order of the call), the layout that it must have, or None to leave it unchanged.
     out: the layout to attach to the result.
@@ -178,7 +178,7 @@ _INPLACE_DUNDERS = frozenset(
 
 
 def is_inplace(function: Callable) -> bool:
-    """Whether a function writes to its first argument, by torch's naming."""
+    """True if a function writes to its first argument, by torch's naming."""
     name = getattr(function, "__name__", "")
     return name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 

@@ -1,4 +1,4 @@
-"""What a function is, as its entry in the table of rules says it: `Trait`, a small closed set.
+"""Traits of functions, as entries in the table of rules say them: `Trait`, a small closed set.
 
 A rule tells how a function shards. Other parts of the library ask what it *does*: flat shards stay flat under what is
 elementwise, the reproducible mode leaves alone what only moves data. They ask the traits and nothing else: not which

@@ -73,7 +73,8 @@ def _fingerprint() -> str:
 
 
 def _folders() -> list[Path]:
-    """Where it may lie, the best place first. A sandbox may have no home, and may not write to the one it sees."""
+    """Returns folders for it, the best place first. A sandbox may have no home, and may not write to the one it
+    sees."""
     named = [os.environ.get("VESCALE_CACHE"), os.environ.get("XDG_CACHE_HOME")]
     with contextlib.suppress(RuntimeError):
         named.append(str(Path.home() / ".cache"))

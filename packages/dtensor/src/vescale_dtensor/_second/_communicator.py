@@ -18,7 +18,7 @@ from ._work import Work
 
 
 class Communicator:
-    """What collectives and transfers have in common."""
+    """The common part of collectives and transfers."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -87,7 +87,7 @@ class Communicator:
 
 
 def asked_by() -> str:
-    """Who asks, as snapshots and errors name it."""
+    """Names who asks, as snapshots and errors do."""
     return asker(sys._getframe(1))
 
 

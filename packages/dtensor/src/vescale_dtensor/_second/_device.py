@@ -81,7 +81,7 @@ def _module(loaded: ModuleType) -> ModuleType:
 
 
 class HostWaits:
-    """Where the host waited: `sites` counts by what waited and by the functions that asked for it."""
+    """Waits of the host: `sites` counts by what waited and by the functions that asked for it."""
 
     def __init__(self) -> None:
         self.sites: Counter[str] = Counter()

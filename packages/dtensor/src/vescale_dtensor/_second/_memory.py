@@ -1,4 +1,4 @@
-"""What is in flight: outputs hold poison until somebody waits, and nobody may write to any of it meanwhile.
+"""Guards memory in flight: outputs hold poison until somebody waits, and nobody may write to any of it meanwhile.
 
 On a GPU a collective reads its input and writes its output at some moment between its call and the wait for it. Here
 it does so at the worst moment for everybody: what it sends is taken at the call, and must still be there at the wait;
@@ -59,7 +59,7 @@ class Flight:
                 self._watched.append((first, ctypes.string_at(first, end - first), what))
 
     def check(self) -> str | None:
-        """What was written meanwhile, "input" or "output", if anything was."""
+        """Returns "input" or "output" if it was written meanwhile."""
         for first, before, what in self._watched:
             if ctypes.string_at(first, len(before)) != before:
                 return what

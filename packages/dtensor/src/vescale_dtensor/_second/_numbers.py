@@ -34,7 +34,7 @@ def check(kind: str, *tensors: Tensor) -> None:
 
 
 def check_pair(kind: str, output: Tensor, input: Tensor, outputs: int, inputs: int, size: int) -> None:
-    """Of a collective of `size` ranks, as many outputs as make as many inputs."""
+    """Checks a collective of `size` ranks, in which `outputs` outputs make `inputs` inputs."""
     check(kind, output, input)
     if output.dtype != input.dtype:
         raise TypeError(f"{kind}: output tensor must have the same type as input tensor")

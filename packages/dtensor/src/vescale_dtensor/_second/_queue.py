@@ -1,4 +1,4 @@
-"""What a communicator runs: one operation after the other, each when all that it needs of others has come.
+"""Queue of a communicator: one operation after the other, each when all that it needs of others has come.
 
 A queue is a stream of its own: the host goes on when it has put something there, and an operation starts when the one
 before it is done. Then it tells the ranks that it concerns, and ends when they have told the like. So what waits for
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ._wire import Message, Wire
 
 changed = threading.Condition(threading.RLock())
-"""Of all queues of the process: held to change one, notified when something ended."""
+"""Condition of all queues of the process: held to change one, notified when something ended."""
 _queues: list[Queue] = []
 _wire: Wire | None = None
 
@@ -38,11 +38,11 @@ def _advance() -> None:
 
 
 class DeviceError(RuntimeError):
-    """What a GPU would answer with a hang, with garbage, or with an error of NCCL."""
+    """Raised where a GPU would hang, compute garbage, or raise an error of NCCL."""
 
 
 class Part(NamedTuple):
-    """What an operation tells another rank, and the key of what it is to be told by it."""
+    """An operation's message to another rank, and the key of the one that it awaits."""
 
     rank: int
     sent_as: Any

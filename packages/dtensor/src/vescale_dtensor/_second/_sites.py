@@ -1,4 +1,4 @@
-"""Who asked, as host waits, errors and snapshots name it: functions and their files, without line numbers."""
+"""Names who asked, as host waits, errors and snapshots do: functions and their files, without line numbers."""
 
 from __future__ import annotations
 

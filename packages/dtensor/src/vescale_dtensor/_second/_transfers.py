@@ -69,7 +69,7 @@ class Transfers(Communicator):
     def _part(
         self, kind: str, tensor: Tensor, peer: int, names: tuple, site: str
     ) -> tuple[Part, Callable[[Message], Callable[[], None]]]:
-        """What one send or receive tells its peer, and what makes a delivery of the answer."""
+        """Returns a send's or receive's message to its peer, and what makes a delivery of the answer."""
         view, size = on_host(tensor), told(tensor)
         label = f"{kind}({size}) {'to' if kind == 'send' else 'from'} rank {peer}, asked for by {site}"
         mine = (kind, size, self.rank, label)

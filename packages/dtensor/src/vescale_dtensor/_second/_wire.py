@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether this user's process is at the other end, as the kernel tells."""
+    """True if this user's process is at the other end, as the kernel tells."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(told)[1] == os.geteuid()
 

@@ -41,7 +41,7 @@ class Work:
         return self._operation.label
 
     def is_completed(self) -> bool:
-        """As late as can be: a poll or two after it is true."""
+        """Answers as late as can be: a poll or two after it is true."""
         if self._operation.done and self._polls:
             self._polls -= 1
             return False

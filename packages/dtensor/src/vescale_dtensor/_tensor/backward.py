@@ -83,17 +83,17 @@ def backwards() -> int:
 
 
 def in_backward() -> bool:
-    """Whether a backward that started at a DTensor is running: `after_backward` will be called."""
+    """True if a backward that started at a DTensor is running: `after_backward` will be called."""
     return _depth > 0
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs, if it started at a DTensor, was asked to keep its graph for another."""
+    """True if the backward that runs, if it started at a DTensor, was asked to keep its graph for another."""
     return _keeps
 
 
 def root_of(tensor: Tensor, operation: str) -> Tensor:
-    """What backward starts from: a plain tensor, so that dispatch stays on while the graph runs.
+    """Returns the tensor that backward starts from: a plain one, so that dispatch stays on while the graph runs.
 
     A replicated loss (R) becomes I first: otherwise every rank would count it.
     """
@@ -271,8 +271,8 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
 
 
 def _layout_behind(source: Any) -> Layout | None:
-    """That of an input's gradient, None of a plain input. An edge of the graph names it where it leads to a leaf, or
-    to a node that was asked of a DTensor."""
+    """Returns the layout of an input's gradient, None for a plain input. An edge of the graph names it where it leads
+    to a leaf, or to a node that was asked of a DTensor."""
     if isinstance(source, GradientEdge):
         node = source.node
         variable = getattr(node, "variable", None)  # of a node that accumulates
@@ -291,7 +291,7 @@ def _layout_behind(source: Any) -> Layout | None:
 
 
 def _gradient(layout: Layout | None, found: Tensor | None, mesh: Mesh | None) -> Tensor | None:
-    """What a graph computed for an input, as another object: it can be the caller's own seed.
+    """Returns a graph's gradient of an input as another object: it can be the caller's own seed.
 
     That of a plain input is alike on all ranks, as the input is, and a DTensor (I) where it has a graph itself.
     """

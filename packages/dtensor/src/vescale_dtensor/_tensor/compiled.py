@@ -1,4 +1,4 @@
-"""What torch.compile's tracer hears of a DTensor: that the function which is given one runs as it is written.
+"""Tells torch.compile's tracer that a function which is given a DTensor runs as it is written.
 
 A tracer would trace dispatch itself. It asks every tensor of another class how it is taken apart; a DTensor answers
 with the error by which torch leaves a function, and all that it calls, to Python. Nothing of torch is changed, and a

@@ -89,7 +89,7 @@ _OF_FULL_TENSORS = {
 
 
 def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a constructor makes of its data, as a DTensor of the same layout."""
+    """Calls a constructor on its data, for a DTensor of the same layout."""
     first = args[0] if args else None
     if type(first) is DTensor and original.__name__ in ("new_tensor", "new"):
         return original(*args, **kwargs)  # its own method, which has a rule
@@ -118,7 +118,7 @@ def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _of_full_tensor(original: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a constructor makes of the whole tensor."""
+    """Calls a constructor on the whole tensor."""
     if args and type(args[0]) is DTensor and original.__name__ == "set_":
         return original(*args, **kwargs)
 

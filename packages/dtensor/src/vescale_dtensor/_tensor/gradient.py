@@ -40,15 +40,15 @@ def grad_of(tensor: DTensor) -> DTensor | None:
 
 
 def _end_pass(tensor: DTensor) -> None:
-    """What a backward that raised has left of its gradients is one, before anybody looks or writes."""
+    """Turns the gradients that a backward that raised has left into one, before anybody looks or writes."""
     owner = tensor.__dict__.get("_owner")
     if owner is not None:
         owner.end_pass()
 
 
 def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
-    """Of each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain,
-    and stays so."""
+    """Returns each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is
+    plain, and stays so."""
     with local_only():
         partials = [plain_grad(tensor) for tensor in tensors]
     return [
@@ -100,7 +100,7 @@ def set_grad(tensor: DTensor, value: Tensor | None) -> None:
 
 
 def _is_same(held: DTensor, given: Tensor) -> bool:
-    """Whether what is written to one is written to the other, on all ranks alike."""
+    """True if writes to one are writes to the other, on all ranks alike."""
     layout = held._layout.base
     if type(given) is DTensor:
         return is_alias(given._layout.base, layout)
@@ -122,8 +122,9 @@ def _refuse_to_share(held: DTensor, given: DTensor) -> None:
 
 
 def _refuse_to_add(tensor: DTensor, given: Tensor, held: DTensor) -> None:
-    """On one device a backward adds into the memory that was given. Where a gradient is a part or a copy of it, it
-    does not: if somebody still holds that memory then, and the gradient is the same one, all ranks raise."""
+    """Refuses to add a backward's gradient into memory that was given, as one device does. Where a gradient is a part
+    or a copy of it, it does not: if somebody still holds that memory then, and the gradient is the same one, all ranks
+    raise."""
     theirs, own = [ref(one) for one in (given, given._base) if one is not None], ref(held)
     owner = tensor.__dict__.get("_owner")
     if owner is not None and owner.hooks is not None and tensor._post_accumulate_grad_hooks is None:
@@ -180,7 +181,7 @@ def converted_gradient(value: Tensor, layout: Layout, operation: str) -> DTensor
 
 
 def is_reduced_gradient(tensor: DTensor, value: Tensor) -> bool:
-    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be partial."""
+    """True if `value` is a gradient of `tensor` that was reduced already: I where it would be partial."""
     if type(value) is not DTensor or value._layout.base is tensor._layout.base.gradient:
         return False
     return value._layout.base is reduced_grad_layout(tensor)
@@ -201,7 +202,7 @@ def fold(partial: DTensor, reduced: DTensor) -> DTensor:
 
 
 def layout_of_gradient(tensor: DTensor) -> Layout:
-    """What a backward computes for `tensor`."""
+    """Returns the layout that a backward computes for `tensor`."""
     owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
     return tensor._layout.gradient if owner is None else owner.full_layout.gradient
 

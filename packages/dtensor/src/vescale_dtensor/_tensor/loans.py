@@ -23,7 +23,7 @@ from .tensor import DTensor
 
 
 class Held(enum.Enum):
-    """Where a view of a parameter lies."""
+    """Place of a parameter's view."""
 
     STAYS = "in memory that follows the parameter"
     COMES_AND_GOES = "in memory that is freed between uses of the parameter"
@@ -50,7 +50,7 @@ class Lender:
             loans[key] = ref(loan, lambda _: loans.pop(key, None))
 
     def end(self, held: Held) -> None:
-        """From now on the views that lie so do not show the parameter's values."""
+        """Ends, from now on, the views that lie so: they do not show the parameter's values."""
         for known in tuple(self._loans[held].values()):
             loan = known()
             if loan is not None:
@@ -58,7 +58,7 @@ class Lender:
 
 
 class Loan:
-    """What a view has of its parameter's owner. It lives as long as the view."""
+    """A view's hold on its parameter's owner. It lives as long as the view."""
 
     __slots__ = ("_lender", "_view", "_layout", "_owner", "_held", "__weakref__")
 
@@ -75,7 +75,7 @@ class Loan:
         self._owner.written()
 
     def where(self, local: Tensor) -> Held:
-        """Where a plain tensor over the view's memory lies."""
+        """Tells where a plain tensor over the view's memory lies."""
         return self._owner.where(local)
 
     def end(self) -> None:

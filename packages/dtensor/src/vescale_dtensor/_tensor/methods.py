@@ -88,8 +88,8 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def shards(tensor: DTensor) -> dict[tuple[int, ...], Tensor]:
-    """What every rank of the mesh holds, by its coordinate: plain tensors, to look at. Cost: an all-gather of
-    everything, pickled; call it on all ranks."""
+    """Returns every rank's shard, by its coordinate: plain tensors, to look at. Cost: an all-gather of everything,
+    pickled; call it on all ranks."""
     found = gather_objects(to_plain(tensor).detach(), tensor._layout.mesh)
     return dict(zip(itertools.product(*map(range, tensor._layout.mesh.sizes)), found))
 

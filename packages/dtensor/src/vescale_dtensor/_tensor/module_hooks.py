@@ -88,5 +88,5 @@ def _apply(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def see_globally() -> None:
-    """From now on torch's modules use it; once for the process."""
+    """Makes torch's modules use it from now on; once for the process."""
     TorchsFunction.apply = staticmethod(_apply)

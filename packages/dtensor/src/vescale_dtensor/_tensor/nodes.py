@@ -42,7 +42,7 @@ def node_of(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _asks_below(frame: FrameType | None) -> bool:
-    """Whether torch or the engine asks, who walk over nodes and compare them."""
+    """True if torch or the engine asks, who walk over nodes and compare them."""
     while frame is not None and frame.f_code.co_name in _ON_THE_WAY:
         frame = frame.f_back
     name = "" if frame is None else frame.f_globals.get("__name__", "")
@@ -65,7 +65,7 @@ def _accumulated(node: Any) -> Layout | None:
 class GlobalNode(Node):
     """A node of the graph, as code that uses DTensors sees it: `below` is autograd's own.
 
-    layout: of the gradient with respect to the node's output `number`; None where it is not known.
+    layout: of the gradient with respect to the node's output `number`; None if it is not known.
     """
 
     def __init__(self, node: Any, number: int, layout: Layout | None) -> None:

@@ -45,7 +45,7 @@ def _replace(owner: type, name: str, how: Callable, static: bool = False) -> Non
 
 
 def _layouts_of(values: Sequence[Any]) -> Layouts | None:
-    """None where there is no DTensor."""
+    """Returns the layouts, None if there is no DTensor."""
     found = [value._layout.base if type(value) is DTensor else None for value in values]
     return found if any(layout is not None for layout in found) else None
 

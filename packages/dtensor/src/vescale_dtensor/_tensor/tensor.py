@@ -206,7 +206,7 @@ DTensor._kind = DTensor
 
 
 def of_class(tensor: Tensor, kind: type, name: str) -> Any:
-    """What tensors have not, of one that stands for an object of the user's class `kind`."""
+    """Finds an attribute that tensors lack, for one that stands for an object of the user's class `kind`."""
     for one in () if kind is DTensor else kind.__mro__:
         if name in vars(one):
             found = vars(one)[name]
@@ -232,8 +232,8 @@ _prints_global = False
 
 
 def below_autograd() -> bool:
-    """Whether this runs inside an operator of a backward: a `TorchDispatchMode` (a FLOP counter, selective
-    checkpointing) is handed the tensors that the graph saved, and there a DTensor is its shard."""
+    """True inside an operator of a backward: a `TorchDispatchMode` (a FLOP counter, selective checkpointing) is handed
+    the tensors that the graph saved, and there a DTensor is its shard."""
     return _graph_task() != -1 and _is_excluded(DispatchKey.AutogradFunctionality)
 
 
@@ -242,8 +242,8 @@ def _is_global_above_autograd() -> bool:
 
 
 def watch_autograd() -> None:
-    """From now on whatever is asked of a DTensor looks whether it is asked below autograd, where Python code may still
-    be told of it. Called when a dispatch mode is seen in a backward, so that nobody else pays for it."""
+    """Makes every DTensor look, from now on, whether it is asked below autograd, where Python code may still be told of
+    it. Called when a dispatch mode is seen in a backward, so that nobody else pays for it."""
     global is_global, _shape, _plain_size, _plain_dim, _plain_numel
     if is_global is _is_global_above_autograd:
         return
@@ -300,8 +300,8 @@ class LocalNumber(Tensor):
 
 
 def source_of(number: DTensor) -> Tensor | None:
-    """What a number was made from, plain, where a backward from it is one from the number: nobody wrote to it since,
-    or hooked it."""
+    """Returns the plain tensor that a number was made from, if a backward from it is one from the number: nobody wrote
+    to it since, or hooked it."""
     source, version = number.__dict__.get("_source", (None, 0))
     with local_only():
         if source is None or number._version != version or number._backward_hooks or number.retains_grad:

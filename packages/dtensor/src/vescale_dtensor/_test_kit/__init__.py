@@ -1,1 +1,1 @@
-"""What `testing` is made of: worlds of worker processes, the single-device oracle, random programs."""
+"""Parts of `testing`: worlds of worker processes, the single-device oracle, random programs."""

@@ -1,4 +1,4 @@
-"""What the CPU's allocator gives out and takes back while something runs, as torch's profiler is told it.
+"""Records what the CPU's allocator gives out and takes back while something runs, as torch's profiler is told it.
 
 Nothing of ours is in between: a storage of no bytes, a kernel's scratch, what autograd and a communication library
 keep, all of it is asked of the allocator. Not seen: what a kernel's own library allocates for itself (MKL, oneDNN),
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocations:
-    """What `allocations` recorded."""
+    """Records of `allocations`."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int, int, int]] = []  # when, address, bytes given or (negative) taken, total
@@ -33,8 +33,8 @@ class Allocations:
             yield
 
     def peak(self, phase: str, time: int = -1) -> Counter[str]:
-        """At the worst moment of a phase (of those of that name, the one that came at place `time`): bytes by the
-        phases that they were allocated in; "" outside of all. Where other threads allocate too, who gave an address
+        """Returns, at the worst moment of a phase (of those of that name, the one that came at place `time`), bytes by
+        the phases that they were allocated in; "" outside of all. Where other threads allocate too, who gave an address
         back before whom is told by the clock, so that the sum may be off `total` by a few tensors."""
         start, stop, _ = [one for one in self._phases if one[2] == phase][time]
         inside = [at for at, event in enumerate(self._events) if start <= event[0] <= stop]
@@ -74,12 +74,12 @@ class Allocations:
 
 _PHASE, _NONE = "phase: ", (0, "")
 _TURN_S = 0.004
-"""What other threads are given after a collective."""
+"""Seconds that other threads are given after a collective."""
 
 
 def _apart(events: list[tuple[int, int, int, int]], before: int) -> Iterator[tuple[int, int, int, int]]:
-    """With totals of what was allocated since the first event alone: what lived before, and is let go of meanwhile,
-    was never in them."""
+    """Yields events with totals of what was allocated since the first event alone: what lived before, and is freed
+    meanwhile, was never in them."""
     ours: set[int] = set()
     for when, address, size, total in events:
         if size > 0:

@@ -73,7 +73,7 @@ DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sample under a layout, or of an entry. kind: "pass", "raise", "wrong" or "none" (did not run)."""
+    """Outcome of a sample under a layout, or of an entry. kind: "pass", "raise", "wrong" or "none" (did not run)."""
 
     kind: str
     text: str = ""
@@ -105,7 +105,7 @@ def check_entry(name: str, samples: int = 2, timeout: float = 90.0) -> Outcome:
 
 
 def summary(outcomes: dict[str, Outcome]) -> dict[str, int]:
-    """How many entries, and how many of each kind."""
+    """Counts the entries, and each kind."""
     kinds = [one.kind for one in outcomes.values()]
     return {"entries": len(kinds), **{kind: kinds.count(kind) for kind in ("pass", "raise", "wrong", "none")}}
 
@@ -179,7 +179,7 @@ def _samples(info: Any, most: int) -> list[Any]:
 
 
 def _size(sample: Any) -> int:
-    """Of its input, or of the largest tensor there; below all others where that is larger than LARGEST."""
+    """Size of its input, or of the largest tensor there; below all others if that is larger than LARGEST."""
     size = max((leaf.numel() for leaf in tree_flatten(sample.input)[0] if isinstance(leaf, Tensor)), default=0)
     return size if size <= LARGEST else -size
 
@@ -201,7 +201,7 @@ def _layouts(leaves: Sequence[Any]) -> Iterator[list[tuple[Placement, ...] | Non
 
 
 def _placement(choice: Any, tensor: Tensor) -> Placement:
-    """What cannot lie so (no such dim; no sum of integers or sparse parts) is replicated."""
+    """Returns the placement, or Replicate for what cannot lie so (no such dim; no sum of integers or sparse parts)."""
     if choice == "P":
         sums = tensor.layout == torch.strided and (tensor.is_floating_point() or tensor.is_complex())
         return Partial() if sums else Replicate()
@@ -212,7 +212,7 @@ def _placement(choice: Any, tensor: Tensor) -> Placement:
 
 @dataclass(frozen=True)
 class _Alone:
-    """What one device gave: outputs, a cotangent per differentiable one, gradients per leaf."""
+    """One device's results: outputs, a cotangent per differentiable one, gradients per leaf."""
 
     outputs: list[Any]
     cotangents: list[Tensor]
@@ -220,7 +220,7 @@ class _Alone:
 
 
 def _alone(function: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], exact: bool) -> _Alone | None:
-    """None when one device does not run it.
+    """Runs on one device; returns None if that does not run it.
 
     The cotangents are those of a weighted sum of squared absolute values, which does not
     depend on the signs and phases that a decomposition is free to choose.
@@ -251,7 +251,8 @@ def _difference(
     dtype: torch.dtype,
     exact: bool,
 ) -> str | None:
-    """How the run on DTensors differs from one device, or None. No rank alone returns before the last communication."""
+    """Says how the run on DTensors differs from one device, or None. No rank alone returns before the last
+    communication."""
     mesh = mesh_of(2, 2)
     given = [
         leaf if row is None else spread(_fresh(leaf), mesh, row, seed=i).requires_grad_(leaf.requires_grad)
@@ -288,7 +289,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _differentiable(outputs: Iterable[Any]) -> list[Tensor]:
-    """Not sparse ones: cotangents are dense."""
+    """Returns the differentiable outputs without sparse ones: cotangents are dense."""
     tensors = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     return [output for output in tensors if output.layout == torch.strided]
 
@@ -300,14 +301,14 @@ def _full(value: Any) -> Any:
 
 
 def _form(value: Any) -> str:
-    """What is known of a result without communication."""
+    """Describes a result without communication."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype}{list(value.shape)} {value.layout}"
 
 
 def _unlike(want: Any, have: Any, dtype: torch.dtype, exact: bool) -> str | None:
-    """How two results differ by more than a rounding, relative to the largest element."""
+    """Says how two results differ by more than a rounding, relative to the largest element."""
     if not isinstance(want, Tensor) or not isinstance(have, Tensor):
         if isinstance(want, float) and isinstance(have, float):
             want, have = torch.tensor(want, dtype=dtype), torch.tensor(have, dtype=dtype)

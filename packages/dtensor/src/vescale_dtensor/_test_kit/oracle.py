@@ -108,7 +108,7 @@ def placements_for(
 
 
 class ImaginedMesh:
-    """What a layout needs of a mesh, without processes: for tests of geometry alone."""
+    """The part of a mesh that a layout needs, without processes: for tests of geometry alone."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.ndim, self.names = sizes, len(sizes), tuple("abcdef"[: len(sizes)])
@@ -130,7 +130,7 @@ def imagined_layout(mesh: ImaginedMesh, states: Sequence[State], shape: Sequence
 
 
 def shard_of(tensor: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
-    """What the rank at `coordinate` holds of a whole tensor under `layout`."""
+    """Returns the shard of a whole tensor under `layout` for the rank at `coordinate`."""
     for dim, ranges in enumerate(layout.region_at(coordinate)):
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
         tensor = torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)

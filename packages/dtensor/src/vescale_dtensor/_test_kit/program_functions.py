@@ -227,7 +227,7 @@ def _in_place_on_view(y: Tensor, write: Callable) -> Tensor:
 
 
 def _inner_gradient(x: Tensor) -> Tensor:
-    """Of a function of x, by itself."""
+    """Gradient of a function of x, by itself."""
     y = x.detach().requires_grad_()
     return torch.autograd.grad((y.sin() * y).sum(), y)[0]
 

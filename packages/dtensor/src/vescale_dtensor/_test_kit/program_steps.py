@@ -1,4 +1,4 @@
-"""How the steps of a random program are drawn: `PROPOSALS`.
+"""Draws the steps of a random program: `PROPOSALS`.
 
 Each looks at the values so far (a `programs.Draw`) and answers (name of a function,
 inputs, static arguments), or None. What it proposes may not fit: then it is not taken.

@@ -230,7 +230,7 @@ class Draw:
         return [*(~i for i in range(len(self.leaves))), *range(len(self.steps))]
 
     def _far_from_kinks(self, step: Step) -> bool:
-        """Whether no two values of the inputs, and none and zero, are nearly equal."""
+        """True if no two values of the inputs, and none and zero, are nearly equal."""
         values = torch.cat([self.value(r).flatten().double() for r in dict.fromkeys(step.inputs)] + [torch.zeros(1)])
         exact = all(self.value(r).dtype is not torch.float32 for r in self._refs())
         gaps = values.sort()[0].diff()
@@ -284,7 +284,7 @@ def _without(program: Program, number: int, instead: Leaf | None) -> Program | N
 
 
 def _backward(wanted: list[Tensor], values: list[Tensor]) -> None:
-    """From a random cotangent on every value that has a gradient on one device."""
+    """Runs backward from a random cotangent on every value that has a gradient on one device."""
     generator = torch.Generator().manual_seed(7)
     seeds = [torch.randn(w.shape, generator=generator, dtype=torch.float64).to(w.dtype) for w in wanted]
     pairs = [(v, s) for v, w, s in zip(values, wanted, seeds) if w.requires_grad]

@@ -504,5 +504,5 @@ def programs() -> list[Program]:
 
 
 def _fits(holder: str, use: str, *_: str) -> bool:
-    """Whether it is a program at all: what is hashed or compared must allow that."""
+    """True if it is a program at all: what is hashed or compared must allow that."""
     return not (holder == "the order of a dict" and use == "a keyword")

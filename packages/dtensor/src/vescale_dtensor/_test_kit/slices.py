@@ -1,4 +1,4 @@
-"""Which part of a large grid, or of slow tests, runs.
+"""Chooses the part of a large grid, or of slow tests, that runs.
 
 A suite that runs on every change cannot run everything: it takes one part, the same every
 time, and VESCALE_GRID=full runs all, as ``make verify`` does. The parts are numbered like

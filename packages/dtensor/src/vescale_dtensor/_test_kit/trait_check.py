@@ -1,4 +1,4 @@
-"""What the table says of functions, held against torch by numbers. For tests.
+"""Holds the table's traits of functions against torch, by numbers. For tests.
 
 `Watch` sees every call of a function that has traits and, beside the call, tries what the
 traits promise: that the function of a slice is the slice of the function, that it is
@@ -95,7 +95,7 @@ class Tried:
         return tree_flatten(self.function(*args, **kwargs))[0]
 
     def shares(self) -> bool:
-        """Whether a result lies in the memory of the first tensor, and is not that tensor itself."""
+        """True if a result lies in the memory of the first tensor, and is not that tensor itself."""
         if self.inplace or not self.tensors:
             return False
         first = self.tensors[0]
@@ -223,7 +223,7 @@ def _reads(call: Tried) -> bool | None:
 
 
 def _keeps_order(call: Tried) -> bool | None:
-    """What it returns is its first tensor, in other dims."""
+    """True if it returns its first tensor, in other dims."""
     if not call.tensors or any(isinstance(leaf, torch.dtype) for leaf in call.leaves):
         return None  # bits under another dtype
     (out,) = call()

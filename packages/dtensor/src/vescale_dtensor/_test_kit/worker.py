@@ -55,7 +55,7 @@ _ECHO = re.compile(r"gloo/|Connection (closed|reset|refused)|Broken pipe|Timed o
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank had to say about one call.
+    """One rank's answer to one call.
 
     ``time`` is CLOCK_MONOTONIC, which all processes of a machine share.
     """
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def is_echo(self) -> bool:
-        """Whether this looks like a consequence of another rank's failure."""
+        """True if this looks like a consequence of another rank's failure."""
         return self.kind == "raised" and _ECHO.search(self.message) is not None
 
 
@@ -82,7 +82,7 @@ _sent_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _travels_by_value(module: types.ModuleType) -> bool:
-    """Whether a worker could not, or should not, import this module by name."""
+    """True if a worker could not, or should not, import this module by name."""
     name, file = module.__name__, getattr(module, "__file__", None)
     if name == "__main__" or name.rpartition(".")[2].startswith(("test_", "conftest")):
         return True
@@ -269,7 +269,7 @@ def _die_with_parent() -> None:
 
 in_worker = False
 device_type = "cpu"
-"""Of this worker's world: "cpu", or "second"."""
+"""Device type of this worker's world: "cpu", or "second"."""
 
 
 def _work(

@@ -180,7 +180,7 @@ class Rank:
                 self._expect(HEADER.unpack(self._in)[0])
 
     def read_stacks(self) -> str:
-        """What faulthandler wrote, in a fatal error or on request."""
+        """Returns what faulthandler wrote, in a fatal error or on request."""
         file = self.stacks.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").rstrip()
 
@@ -250,7 +250,7 @@ class World:
         return answers
 
     def _is_sound(self) -> bool:
-        """Whether all process groups still work, after an exception on some rank."""
+        """True if all process groups still work, after an exception on some rank."""
         request = dumps((check_groups, (CHECK_SECONDS,), {}, ()))
         for rank in self._ranks:
             rank.post(request)

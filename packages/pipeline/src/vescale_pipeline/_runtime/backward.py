@@ -57,7 +57,7 @@ def hooks_aside(weights: Iterable[Tensor]) -> Iterator[None]:
 def both(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Gradients, Gradients]:
-    """Gradients of the leaves, and of the weights; None where nothing flows."""
+    """Gradients of the leaves, and of the weights; None if nothing flows."""
     inputs = (*leaves, *weights)
     if not roots or not inputs:
         return [None] * len(leaves), [None] * len(weights)
@@ -129,8 +129,8 @@ def _owners(roots: Sequence[Tensor], nodes: Iterable[Node]) -> Sequence[Node]:
 
 @cache
 def _do_pythons_nodes_keep_themselves() -> bool:
-    """Whether the node of an autograd Function in Python, a user's or a compiled module's, lives as long as it is held:
-    in torch 2.11 C++ alone owns it, and it ends with the outputs above it."""
+    """Tells whether the node of a Python autograd Function, a user's or a compiled module's, lives as long as it is
+    held: in torch 2.11 C++ alone owns it, and it ends with the outputs above it."""
     with torch.enable_grad():
         root = torch.ones(1, requires_grad=True)
         node = _Same.apply(root).grad_fn
@@ -156,7 +156,7 @@ _ON_THE_WAY = object()
 def _branches(
     roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[dict[Node, list[int]], dict[Node, tuple[int, ...]], set[int]]:
-    """Where weights' branches leave the way to the leaves.
+    """Finds where weights' branches leave the way to the leaves.
 
     Returns: node on the way -> the weights whose branches leave it; root node that leads
     to no leaf -> the weights behind it; and the weights that several of these lead to.

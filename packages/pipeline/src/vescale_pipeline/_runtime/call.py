@@ -1,4 +1,4 @@
-"""What is known of calls with inputs of one signature: their record, the forms of their messages, their digest."""
+"""Facts about calls with inputs of one signature: their record, the forms of their messages, their digest."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Call:
 
     @property
     def numbers(self) -> list[int]:
-        """Of a training call's outputs, the places of those beside the loss that come from all rows, as a metric does,
-        and that the last stage makes."""
+        """Places of a training call's outputs beside the loss that come from all rows, as a metric does, and that the
+        last stage makes."""
         templates, own = tensors_in(self.record.result), loss_in(self.record.result)
         return [
             at
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def counts_labels(self) -> bool:
-        """Whether a microbatch's labels are counted, for which user code runs once more."""
+        """True if a microbatch's labels are counted, for which user code runs once more."""
         return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
 
     def forget_headers(self) -> None:
@@ -64,7 +64,7 @@ class Call:
 
     @property
     def leaves_anything(self) -> bool:
-        """Whether user code changes the model or the generator when it runs once more."""
+        """True if user code changes the model or the generator when it runs once more."""
         return bool(self.record.slots) or self.record.draws_anything
 
     def turns(self, schedule: Schedule, rank: int, trains: bool, posts_ahead: bool) -> tuple[Turn, ...]:
@@ -103,9 +103,8 @@ def _with_receives(actions: list[Action]) -> tuple[Turn, ...]:
 
 
 def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:
-    """What decides the way of a forward: structure and shapes of its inputs, plain values, and flags of modules (train
-    or eval); of a module's fractions (a dropout's probability) whether they are zero, and nothing is drawn.
-    """
+    """Returns all that decides a forward's path: structure and shapes of its inputs, plain values, and flags of modules
+    (train or eval); for a module's fractions (a dropout's probability) whether they are zero, and nothing is drawn."""
     tensors: list = []
 
     def seen(tensor: Tensor) -> None:

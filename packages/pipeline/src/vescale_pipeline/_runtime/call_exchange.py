@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other before the actions of a call, and after them."""
+"""Exchange between the ranks of a pipeline before the actions of a call, and after them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .member import Member
 from .random_order import digest
 
 FAILED = -1
-"""In place of the mode in a greeting: this rank raised before its call began."""
+"""Replaces the mode in a greeting: this rank raised before its call began."""
 
 
 def all_failed(member: Member, number: int) -> bool:
@@ -92,7 +92,7 @@ def _at_distance(distance: int, member: Member) -> list[int]:
 
 
 def _digest_of_generator(member: Member, call: Call) -> int:
-    """Of torch's generators, where a call draws anything."""
+    """Digest of torch's generators, if a call draws anything."""
     return digest(member.link.device) if call.record.draws_anything else 0
 
 
@@ -176,7 +176,7 @@ def await_loss(member: Member, call: Call) -> Arrival | None:
 
 
 def _compares(member: Member, call: Call) -> bool:
-    """Whether what ranks have drawn is compared. On a device the host would wait for the number: there the next call's
+    """True if the ranks' draws are compared. On a device the host would wait for the number: there the next call's
     greeting compares."""
     return call.record.draws_anything and member.link.has_tags
 

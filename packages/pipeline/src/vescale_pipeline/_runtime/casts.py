@@ -16,7 +16,7 @@ _dtype_of = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Casts:
-    """Of one rank's `parameters`, the dtypes that they had when it last looked."""
+    """Follows the dtypes of one rank's `parameters`."""
 
     def __init__(self, model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
         self._model, self._parameters = model, list(parameters)

@@ -165,7 +165,7 @@ class Interpreter:
         return [] if stage == self._last else self._take("B", stage, microbatch)[0]
 
     def _take(self, kind: str, stage: int, microbatch: int) -> tuple[list[Tensor | None], Header]:
-        """What arrived for a stage: from another rank, or from a neighbouring stage on this one."""
+        """Returns a stage's input, from another rank or from a neighbouring stage on this one."""
         key = (kind, stage, microbatch)
         arrival = self._posted.pop(key, None)
         if arrival is None:

@@ -1,4 +1,4 @@
-"""What a call gives back: the loss, connected to the parameters, so that `loss.backward()` releases the gradients."""
+"""The result of a call: the loss, connected to the parameters, so that `loss.backward()` releases the gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 Weight = float | Tensor
 Weights = list[float] | list[Tensor]
-"""Of each microbatch; on a device, numbers in double precision that the host does not know."""
+"""Weights of the microbatches; on a device, numbers in double precision that the host does not know."""
 
 
 def weighted(losses: Sequence[Tensor], weights: Weights) -> Tensor:

@@ -42,7 +42,7 @@ class Member:
 
     @cached_property
     def places(self) -> Mapping[tuple[str, int, int], int]:
-        """Where the neighbours of this rank's stages compute (`Schedule.computed_at`)."""
+        """Ranks that compute the neighbours of this rank's stages (`Schedule.computed_at`)."""
         near = {one for stage in self.stages for one in (stage - 1, stage + 1)}
         return self.schedule.computed_at(near & set(range(self.schedule.stages)))
 

@@ -1,4 +1,4 @@
-"""Which stage owns which parameter, told from names alone: before any batch is known, since the optimizer needs it.
+"""Assigns parameters to stages by names alone: before any batch is known, since the optimizer needs it.
 
 Modules are taken in the order in which they are registered; the dry run of the first
 call checks that the forward calls them so. Where it does not, a plan says who owns a
@@ -96,12 +96,12 @@ def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) 
 
 
 def is_elsewhere(value: object) -> bool:
-    """Whether an attribute of a module is a parameter that another stage owns."""
+    """True if an attribute of a module is a parameter that another stage owns."""
     return type(value) is Placeholder
 
 
 def holds_elsewhere(module: nn.Module) -> bool:
-    """Whether another stage owns a parameter of the module, or of a module within it."""
+    """True if another stage owns a parameter of the module, or of a module within it."""
     return any(is_elsewhere(value) for one in module.modules() for value in one.__dict__.values())
 
 

@@ -18,7 +18,7 @@ States = tuple[Tensor, ...]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes: where its first parameter lies."""
+    """Returns the device that a model computes on: that of its first parameter."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -30,14 +30,14 @@ def states(device: torch.device) -> States:
 
 
 def set_states(device: torch.device, given: States) -> None:
-    """What `states` gave."""
+    """Sets what `states` returned."""
     torch.set_rng_state(given[0])
     for state in given[1:]:
         torch.get_device_module(device).set_rng_state(state)
 
 
 def digest(device: torch.device) -> int:
-    """Of the states, in 56 bits."""
+    """Digest of the states, in 56 bits."""
     found = b"".join(state.numpy().tobytes() for state in states(device))
     return int.from_bytes(hashlib.blake2b(found, digest_size=7).digest(), "big")
 

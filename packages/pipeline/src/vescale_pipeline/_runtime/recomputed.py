@@ -1,4 +1,4 @@
-"""What checkpoints compute again, once for both halves of a split backward.
+"""Recomputes checkpoints once for both halves of a split backward.
 
 torch's checkpoint computes again for each run of autograd, and gives what that made to the first node that asks. A
 split backward is many runs (`backward.py`), in which a node may be run once for the gradient of the input and once
@@ -30,7 +30,7 @@ class Halves(GraphExecGroup):
         self._handed: dict[Any, Tensor] = {}
 
     def get(self, holder: Any, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """What a checkpoint saved, in place of which autograd has `holder`."""
+        """Returns the tensor a checkpoint saved, for which autograd has `holder`."""
         if not self.are_apart:
             return unpack(holder)
         tensor = self._handed.get(holder)

@@ -158,7 +158,7 @@ class Runtime:
 
     @property
     def is_above_units(self) -> bool:
-        """Whether the user's code runs that spans stages: on placeholders, which the reader of the moment answers."""
+        """True while user code runs that spans stages: on placeholders, which the reader of the moment answers."""
         return current.reader is not None
 
     # --- the model's call -------------------------------------------------------------
@@ -204,7 +204,7 @@ class Runtime:
 
     @contextmanager
     def _beside(self, doing: str) -> Iterator[None]:
-        """For what ranks tell each other outside of calls."""
+        """Guards what ranks tell each other outside of calls."""
         self._check()
         before, self._in_call = self._in_call, True
         try:
@@ -228,14 +228,14 @@ class Runtime:
         self.link.backwards += 1
 
     def _fails_everywhere(self) -> bool:
-        """Whether the others raise before this call begins, too: they do if all run the same code on the same batch."""
+        """True if the others raise before this call begins, too: they do if all run the same code on the same batch."""
         try:
             return all_failed(self._member, self.calls + 1)
         except LinkError:
             return False
 
     def waits(self) -> bool:
-        """Whether a failure of other ranks matters now; see `_transport/watch.py`."""
+        """True if a failure of other ranks matters now; see `_transport/watch.py`."""
         return self._broken is None and (self._in_call or not self.link.has_tags)
 
     def wake(self) -> None:
@@ -243,8 +243,8 @@ class Runtime:
         self.link.wake()
 
     def _call_of(self, parts: list[Any], whole: Any) -> Call:
-        """What is known of calls with inputs of these shapes; a dry run for new ones, and one of the whole batch to
-        find how a loss comes from its rows, or in an evaluation all that is returned."""
+        """Returns the facts about calls with inputs of these shapes; runs a dry run for new ones, and one of the whole
+        batch to find how a loss, or an evaluation's every output, comes from its rows."""
         key = signature_of(parts[0], self._modules)
         call, evaluates = self._calls.get(key), not torch.is_grad_enabled()
         if call is not None and (call.outputs is not None or not evaluates):
@@ -377,7 +377,7 @@ def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:
 
 
 class _Doing:
-    """What a rank is at, for the text of a failure."""
+    """Names a rank's current action, for the text of a failure."""
 
     def __init__(self) -> None:
         self.action: Action | str | None = None
@@ -407,7 +407,7 @@ _numbers: dict[tuple[int, ...], int] = {}
 
 
 def _number_of(ranks: list[int]) -> int:
-    """How many pipelines these ranks had before: each has an entry of its own in the store."""
+    """Returns how many pipelines these ranks had before: each has an entry of its own in the store."""
     key = tuple(ranks)
     _numbers[key] = _numbers.get(key, 0) + 1
     return _numbers[key]

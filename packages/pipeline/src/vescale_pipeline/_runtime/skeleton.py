@@ -51,8 +51,8 @@ from .._trace.placeholder import (
 
 
 class Leave(Exception):
-    """Nothing that the stage owns remains to be called. (An Exception, so that torch calls the modules' always-called
-    hooks.)"""
+    """Raised when nothing that the stage owns remains to be called. (An Exception, so that torch calls the modules'
+    always-called hooks.)"""
 
 
 class Station:
@@ -118,7 +118,7 @@ class Run:
         self.kept: dict[int, Tensor] | None = {} if record.checkpoints else None
 
     def __call__(self, forward: Callable[[], Any]) -> Any:
-        """The forward's output; None where it was left early. Then the generator is past this microbatch."""
+        """The forward's output; None if it was left early. Then the generator is past this microbatch."""
         before, current.reader = current.reader, self
         self._grad = torch.is_grad_enabled()
         try:
@@ -245,7 +245,8 @@ class Run:
         return template if type(template) is Placeholder else copied(template)
 
     def _hook(self, tensor: Placeholder, hook: Callable) -> Any:
-        """On the stage that computes the value: what arrived has the gradient of its uses from here on alone."""
+        """Hooks the value on the stage that computes it: what arrived has the gradient of its uses from here on
+        alone."""
         value = self.values.get(tensor.key)
         arrived = self._crossing[self._stage - 1] if self._stage else ()
         if value is None or tensor.key in arrived or not value.requires_grad:
@@ -253,7 +254,7 @@ class Run:
         return value.register_hook(hook)
 
     def _computed(self, event: Event, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """What the stage's own event computes."""
+        """Computes the stage's own event."""
         reentrant = event.inside == REENTRANT and self._grad
         if reentrant and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):  # else without gradients
             with torch.enable_grad():
@@ -296,12 +297,12 @@ class Run:
         slot.put(copied(template))
 
     def _show(self, real: bool) -> None:
-        """What units left, for a unit of this stage or for user code."""
+        """Shows units' attributes to a unit of this stage or to user code."""
         for slot, template in self._left.items():
             slot.put(map_tensors(copied(template), self._real) if real else copied(template))
 
     def _restore(self) -> None:
-        """What units left stays as the values that this stage knows; the rest is as it was."""
+        """Keeps the attributes of units whose values this stage knows; restores the rest."""
         for slot, template in self._left.items():
             tensors = [tensor for tensor in tensors_in(template) if type(tensor) is Placeholder]
             if all(tensor.key in self.values for tensor in tensors):
@@ -354,7 +355,7 @@ def _filled(args: tuple, event: Event) -> Tensor:
 
 
 def _handle(event: Event, filled: Tensor) -> Placeholder:
-    """What the filled tensor becomes."""
+    """Returns the handle that the filled tensor becomes."""
     return placeholder(torch.empty(0, device="meta"), event.fills, event.name, filled.device)
 
 
@@ -379,7 +380,7 @@ def _recomputing(kept: dict[int, Tensor]) -> Iterator[None]:
 
 
 def _holds_value(given: tuple | dict) -> bool:
-    """Whether any of the arguments is the placeholder of a value, not only of weights."""
+    """True if any of the arguments is the placeholder of a value, not only of weights."""
     for value in given.values() if type(given) is dict else given:
         if type(value) is Placeholder:
             if not value.is_weight:

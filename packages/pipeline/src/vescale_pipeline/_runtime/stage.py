@@ -30,7 +30,7 @@ from .skeleton import Run, recomputing
 
 
 class Codec:
-    """How values of a call become plain tensors that travel, and back. This one is for plain tensors.
+    """Turns values of a call into plain tensors that travel, and back. This one is for plain tensors.
 
     A codec for distributed tensors keeps autograd's graph through both directions, and
     says in `form` what the other end needs to know.
@@ -59,7 +59,7 @@ class Codec:
 
 @dataclass
 class Slot:
-    """What a stage keeps of one microbatch between its forward and its backward.
+    """State of one microbatch in a stage between its forward and its backward.
 
     `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
     gradients are zero whatever comes out. A weight on a device, which the host does not know, counts: cross entropy
@@ -214,7 +214,7 @@ class Stage:
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
     def _add(self, gradients: Gradients) -> None:
-        """In place, in the memory of the first, or of a copy where anything else may hold that."""
+        """Adds gradients in place, in the memory of the first, or of a copy if anything else may hold that."""
         for i, kept in self._apart.items():
             if gradients[i] is not None:
                 kept.append(gradients[i].clone())
@@ -233,7 +233,7 @@ class Stage:
 
 
 def _is_owned(gradients: Gradients, i: int) -> bool:
-    """Whether nothing but this list holds the memory of one of its gradients, each element once.
+    """True if this list alone holds the memory of one of its gradients, each element once.
 
     Autograd hands on what needs no work: `x + weight` gives x, the weight and the next stage's gradient one memory, in
     one object or in several. A Linear's is a view of the product that it made, which nothing but the view holds then.
@@ -252,7 +252,7 @@ def _holders(tensors: Sequence[Tensor], i: int) -> int:
 
 
 _ALONE, _VIEW_ALONE = _holders([torch.empty(1)], 0), _holders([torch.empty(1).view(1)], 0)
-"""Of a tensor that a list alone holds; torch's versions differ in what they count of their own."""
+"""Holders of a tensor that a list alone holds; torch's versions differ in what they count of their own."""
 _NONES = repeat(None)
 
 

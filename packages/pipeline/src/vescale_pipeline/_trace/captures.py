@@ -18,7 +18,7 @@ LIBRARIES = frozenset(("transformers.utils.output_capturing",))
 
 
 def captures(module: nn.Module) -> dict[int, Callable]:
-    """Of a module's forward hooks those of this kind, by their ids."""
+    """Returns a module's forward hooks of this kind, by their ids."""
     return {key: hook for key, hook in module._forward_hooks.items() if is_capture(hook)}
 
 
@@ -38,7 +38,7 @@ def tell(module: nn.Module, args: tuple, out: Any) -> bool:
 
 
 def _collected() -> int:
-    """How many values the forward's collector has."""
+    """Returns how many values the forward's collector has."""
     held = [getattr(sys.modules.get(name), "_active_collector", None) for name in LIBRARIES]
     collectors = [one.get() for one in held if one is not None]
     return sum(len(values) for one in collectors if one for values in one.values() if isinstance(values, list))
@@ -59,7 +59,7 @@ def untold(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_many_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Those that a forward installs meanwhile are gone afterwards, as is its note that it has."""
+    """Removes the hooks that a forward installs meanwhile, as well as its note that it has."""
     before = [set(module._forward_hooks) for module in modules]
     try:
         yield

@@ -77,7 +77,7 @@ def dry_run(
 
 
 def _without_hooks(error: Exception, unheard: list[str]) -> PipelineError:
-    """Of code that fails where hooks have not been called, which may have left what it reads."""
+    """Builds the error for code that fails without hooks that may have left what it reads."""
     return PipelineError(
         "pipeline",
         f"the forward raised {type(error).__name__}: {error}; hooks of {len(unheard)} modules, such as {unheard[0]!r},"
@@ -108,7 +108,7 @@ def stations_in_place(stations: dict[nn.Module, Any]) -> Iterator[None]:
 
 
 def _record(recorder: Recorder, result: Any, computed: list[Placeholder], left: Left) -> Record:
-    """What was found, once the forward has returned."""
+    """Builds the record, once the forward has returned."""
     cuts, draws = recorder.cuts, recorder.seen.draws
     if recorder.stage < len(cuts):
         raise PipelineError(

@@ -1,4 +1,4 @@
-"""What a dry run notes: events, in order, and what follows from all of them."""
+"""Notes of a dry run: events, in order, and what follows from all of them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Event:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether one value comes out, and nothing else is left."""
+        """True if one value comes out, and nothing else is left."""
         beside = self.draws or self.after or self.attributes or self.writes or self.captures
         return type(self.template) is Placeholder and not beside and self.fills is None and self.inside is None
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a dry run found.
+    """Result of a dry run.
 
     Arguments:
         events: in order; their stages never decrease.

@@ -1,4 +1,4 @@
-"""Who calls a function in a dry run: an autograd Function of somebody else, or a checkpoint.
+"""Finds who calls a function in a dry run: an autograd Function of somebody else, or a checkpoint.
 
 Between modules user code sees placeholders, which no autograd Function is recorded for:
 its backward would be left out without a word. torch's own reentrant checkpoint is one

@@ -1,4 +1,4 @@
-"""What one microbatch leaves in the model for the next: which stage writes it, and which stages need it.
+"""State that one microbatch leaves in the model for the next: which stage writes it, and which stages need it.
 
 Buffers that stages write, and attributes that keep values, are a memory from one
 microbatch to the next. Stages run different microbatches at a time, so that a memory

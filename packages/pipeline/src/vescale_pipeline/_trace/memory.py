@@ -1,5 +1,5 @@
-"""What a forward leaves behind in the model: attributes that it sets, lists that it appends to, buffers. Objects of
-users that modules hold, such as one that collects losses for several blocks, are part of the model in this.
+"""Side effects of a forward on the model: attributes that it sets, lists that it appends to, buffers. Objects of users
+that modules hold, such as one that collects losses for several blocks, are part of the model in this.
 
 A dry run must leave none of it (`kept_as_it_was`). A run of one stage sees it as that
 stage's own: a rank with several stages runs them in turns, each over the microbatches in
@@ -93,7 +93,7 @@ def _contents(value: Any) -> Any:
 
 
 def _same(value: Any, before: Any) -> bool:
-    """Whether it is the same object, or a container of the same."""
+    """True if it is the same object, or a container of the same."""
     if value is before:
         return True
     if type(value) is not type(before):
@@ -131,7 +131,7 @@ class Kept:
         return list(owners.values())
 
     def changed(self, within: nn.Module | None = None) -> list[Slot]:
-        """What differs from before."""
+        """Returns the attributes that changed."""
         found = []
         for prefix, owner in self._owners if within is None else self._with_objects(within.named_modules()):
             now = dict(_attributes(owner))
@@ -150,7 +150,7 @@ class Kept:
         }
 
     def containers_changed(self) -> list[Slot]:
-        """Of those, the lists, dicts and sets of any module."""
+        """Returns the changed lists, dicts and sets of any module."""
         ids = {id(container) for container, before in self._containers if not _same(container, before)}
         return [slot for slot in self.changed() if id(slot.get()) in ids] if ids else []
 
@@ -231,7 +231,7 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
 
 
 def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
-    """By its version, or its values: kernels of batch normalization count no write. With dispatch off."""
+    """True if the version, or the values, changed: kernels of batch normalization count no write. With dispatch off."""
     return buffer._version != version or (not buffer.is_meta and not torch.equal(buffer, before))
 
 
@@ -257,7 +257,7 @@ def no_draws_of_python() -> Iterator[None]:
 
 
 class Memories:
-    """What a forward leaves behind for the next microbatch, stage by stage.
+    """State that a forward leaves for the next microbatch, stage by stage.
 
     A run of one microbatch gets tensors of its own: backwards to come hold those of earlier ones.
 

@@ -84,7 +84,7 @@ def _is_given(name: str, value: Any) -> bool:
 
 
 def _names(function: Any, value: Any) -> bool:
-    """Whether a positional argument is a device: also "cuda:1", as no other string is, and `x.to(1)`."""
+    """True if a positional argument is a device: also "cuda:1", as no other string is, and `x.to(1)`."""
     if isinstance(value, str):
         try:
             torch.device(value)

@@ -30,7 +30,7 @@ local_only = DisableTorchFunctionSubclass
 
 
 class Reader(Protocol):
-    """Who decides what a function on a placeholder does."""
+    """Decides what a function on a placeholder does."""
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any: ...
 
@@ -108,7 +108,8 @@ def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weig
 
 
 def lost_output(template: Placeholder, why: Any) -> Placeholder:
-    """Of an evaluation, what cannot be told from the microbatches: its use raises, and says `why` (a `Lost`)."""
+    """Stands for an evaluation's output that the microbatches do not determine: its use raises, and says `why` (a
+    `Lost`)."""
     with local_only():
         made = placeholder(torch.empty_like(template), template.key, template.origin, template.home)
     made.lost = why
@@ -130,7 +131,7 @@ def change_places(parameter: Tensor, made: Placeholder) -> None:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """What it is a view of, or itself."""
+    """Returns the base of a view, or the tensor itself."""
     with local_only():
         return tensor if tensor._base is None else tensor._base
 
@@ -142,7 +143,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place."""
+    """Returns how often it was written in place."""
     with local_only():
         return tensor._version
 
@@ -158,7 +159,7 @@ def stand_in_of(tensor: Tensor) -> Tensor:
 def weight_placeholder(
     parameter: Tensor, name: str, device: torch.device | None = None, compute: torch.dtype | None = None
 ) -> Placeholder:
-    """What stands for a parameter that another stage owns, and has on `device` where that is not where it is.
+    """Returns the stub of a parameter that another stage owns, on `device` if given.
 
     `shape` of a distributed one is the global shape. `compute`: the floating dtype that forwards see it in, where that
     is another.
@@ -325,12 +326,12 @@ _OWNERS: dict[Callable, Callable] = {
     Tensor.register_hook: lambda weight, hook: no_handle(),
     Tensor.register_post_accumulate_grad_hook: lambda weight, hook: no_handle(),
 }
-"""What a loop does to a parameter by its name, and only the stage that owns it has to do: for the others, what is
-returned."""
+"""Changes of a parameter that a loop makes by its name, and only the stage that owns it has to make: for the others,
+what is returned."""
 
 
 def no_handle() -> RemovableHandle:
-    """Of a hook that is registered on another stage."""
+    """Returns the handle of a hook that is registered on another stage."""
     return RemovableHandle(OrderedDict())
 
 
@@ -348,8 +349,8 @@ _ALIKE = FACTORIES | {Tensor.detach, Tensor.clone, torch.clone, Tensor.data.__ge
 
 
 def _alike(function: Callable, args: tuple, kwargs: dict) -> Placeholder:
-    """What a program makes of another stage's parameter before anything is computed, as optimizers make their states:
-    it takes no memory, and its use raises."""
+    """Stands for a tensor like another stage's parameter, made before anything is computed, as optimizers make their
+    states: it takes no memory, and its use raises."""
     with local_only():
         return placeholder(function(*args, **kwargs), -1, args[0].origin, args[0].home, is_weight=True)
 

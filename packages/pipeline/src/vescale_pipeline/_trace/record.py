@@ -147,7 +147,7 @@ class Recorder:
         return out
 
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
-        """What a unit left in its modules and their objects, or in a list or dict of any of them, as placeholders."""
+        """Returns a unit's new attributes in its modules, their objects, lists and dicts, as placeholders."""
         found = []
         for slot in (*self._kept.changed(unit), *self._kept.containers_changed()):
             place, value = (id(slot.owner), slot.leaf), slot.get()
@@ -235,7 +235,7 @@ class Recorder:
         return filled
 
     def adopt(self, value: Any, origin: str) -> Any:
-        """What leaves a unit: real tensors and placeholders of weights become placeholders of values."""
+        """Adopts a unit's output: real tensors and placeholders of weights become placeholders of values."""
 
         def adopted(tensor: Tensor) -> Tensor:
             if type(tensor) is Placeholder and not tensor.is_weight:
@@ -319,14 +319,14 @@ class Recorder:
         )
 
     def new_key(self, stage: int, uses: set[int]) -> int:
-        """For a value that is no output of an event."""
+        """Returns a key for a value that is no output of an event."""
         self._keys += 1
         self.born[self._keys], self.used[self._keys] = stage, uses
         return self._keys
 
 
 def seen(value: Any) -> Any:
-    """What a dry run has in place of a parameter. Anything else, and all outside of a dry run, is itself."""
+    """Returns a dry run's stub of a parameter. Anything else, and all outside of a dry run, is itself."""
     reader = current.reader
     return reader._weights.get(id(value), value) if isinstance(reader, Recorder) else value
 

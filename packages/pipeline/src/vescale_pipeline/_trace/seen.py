@@ -1,4 +1,4 @@
-"""What a dry run does below the functions: random draws, and reads and writes of buffers."""
+"""Observes a dry run below the functions: random draws, and reads and writes of buffers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Seen(TorchDispatchMode):
         self.accesses += [Access(slot, "r", self._stage()) for slot in self._derived.get(memory, ())]
 
     def wrote(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor is a slot's memory."""
+        """True if a plain tensor is a slot's memory."""
         return memory_of(tensor) in self._slots
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -18,14 +18,14 @@ _HEADERS = {"header F": "F", "header B": "B"}
 
 
 class Crossing(NamedTuple):
-    """What crosses a cut: its form, and its values where they are no floating point numbers (indices, masks)."""
+    """A tensor at a cut: its form, and its values unless they are floating point numbers (indices, masks)."""
 
     header: Header
     values: list[Tensor | None]
 
 
 class Learning(Link):
-    """Of one rank that holds all stages: `crossings` is filled, by kind ("F", "B") and the stage that is reached."""
+    """Link of one rank that holds all stages: fills `crossings`, by kind ("F", "B") and the stage that is reached."""
 
     def __init__(self, *given: Any, crossings: dict[tuple[str, int], Crossing]) -> None:
         super().__init__(*given)
@@ -37,8 +37,8 @@ class Learning(Link):
 
 
 class Alone(Link):
-    """Of one rank of several, on tensors without values. What it is told is what it said itself, but for what arrives
-    at its stages: that is in `crossings`."""
+    """Link of one rank of several, on tensors without values. What it is told is what it said itself, but for what
+    arrives at its stages: that is in `crossings`."""
 
     def __init__(self, *given: Any, crossings: dict[tuple[str, int], Crossing]) -> None:
         super().__init__(*given)

@@ -41,7 +41,7 @@ class Faults:
 
     @property
     def is_known(self) -> bool:
-        """Whether this rank knows that the pipeline has failed."""
+        """True if this rank knows that the pipeline has failed."""
         return self.known is not None
 
     def publish(self, cause: str, store: Any = None) -> str:

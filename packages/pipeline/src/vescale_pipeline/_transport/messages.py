@@ -1,4 +1,4 @@
-"""What the messages of a pipeline are called: by their tags for the transport, in words for who asks why it hangs."""
+"""Names of a pipeline's messages: tags for the transport, words for whoever asks why it hangs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 PARTS = 64
 """Tensors in one message, at most."""
 UNUSED_TAG = (1 << 31) - 1
-"""Of no message."""
+"""Tag of no message."""
 _WORDS = {
     "F": "the activation", "B": "the gradient", "header F": "the header of activations",
     "header B": "the header of gradients", "greet": "the greeting", "loss": "the loss", "norm": "norms of gradients",
@@ -30,7 +30,7 @@ class Tags:
         return ((_NUMBERS[kind] * self._stages + stage) * self.microbatches + microbatch) * PARTS
 
     def told(self, tag: int) -> str:
-        """What travels under a tag."""
+        """Describes the message under a tag."""
         rest, part = divmod(tag, PARTS)
         rest, microbatch = divmod(rest, self.microbatches)
         number, stage = divmod(rest, self._stages)
@@ -57,7 +57,7 @@ class Recorder:
     """Is told of every transfer, when it is posted, waited for and over; this one keeps nothing of it."""
 
     def begin(self, message: Message, is_ordered: bool, received: int) -> Any:
-        """Of the messages of two ranks that are ordered, the n-th of the one is the n-th of the other. `received`:
+        """Begins an exchange: of two ranks' ordered messages, the n-th of the one is the n-th of the other. `received`:
         bytes. What is returned comes back with the next two."""
 
     def waits(self, mark: Any) -> None:

@@ -30,7 +30,7 @@ from .words import LinkError, Words
 
 
 class Part(NamedTuple):
-    """What a header tells of one tensor; `form` is the codec's, for what is more than a plain tensor."""
+    """A header's entry for one tensor; `form` is the codec's, for more than a plain tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,14 +40,14 @@ class Part(NamedTuple):
 
 
 def part_of(tensor: Tensor, form: Any = None) -> Part:
-    """What a header tells of a plain tensor. A tensor with gaps arrives without them, any other with its strides: a
-    kernel may add in another order where they differ."""
+    """Returns the header's entry for a plain tensor. A tensor with gaps arrives without them, any other with its
+    strides: a kernel may add in another order where they differ."""
     stride = tuple(tensor.stride()) if _is_dense(tensor) else tuple(tensor.contiguous().stride())
     return Part(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, form)
 
 
 def header_of(tensors: Sequence[Tensor | None], forms: Sequence[Any], before: Header | None) -> Header:
-    """What is told of a message: `before`, the header of the one before it, where that says the same; then nothing is
+    """Returns the header of a message: `before`, that of the one before it, if that says the same; then nothing is
     made."""
     if before is not None and len(before) == len(tensors):
         for part, tensor, form in zip(before, tensors, forms):
@@ -70,7 +70,7 @@ def header_of(tensors: Sequence[Tensor | None], forms: Sequence[Any], before: He
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory."""
+    """True if its elements fill one stretch of memory."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -174,12 +174,12 @@ class Link:
 
     @property
     def _is_hosts(self) -> bool:
-        """Whether the connections are gloo's, whatever travels."""
+        """True if the connections are gloo's, whatever travels."""
         return self._words is None or isinstance(self._wire, Staged)
 
     @property
     def has_tags(self) -> bool:
-        """Whether messages are found by their tags, and not by the order in which a pair of ranks posts them."""
+        """True if messages are found by their tags, and not by the order in which a pair of ranks posts them."""
         return self._words is None
 
     def handed_over(self, kind: str, stage: int, tensors: list[Tensor | None], header: Header) -> None:
@@ -204,7 +204,7 @@ class Link:
         self.send(peer, tag, [torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 
     def receive_object(self, peer: int, tag: int) -> Any:
-        """What `send_object` sent; waits."""
+        """Waits for the object that `send_object` sent."""
         if self._words is not None:
             message, mark = self._posted(peer, self.rank, tag, 0, False)
             self._recorder.waits(mark)
@@ -229,8 +229,8 @@ class Link:
         return [arrival.wait()[0].tolist() for arrival in arrivals]
 
     def drop_sent(self, peer: int, place: int) -> None:
-        """What the peer took up to that place among its actions has gone: something from there, or from later, has
-        arrived."""
+        """Drops sent messages that the peer took up to that place among its actions: something from there, or from
+        later, has arrived."""
         sent, self._sent = self._sent, []
         for one in sent:
             work, to, mark, _, until = one
@@ -286,7 +286,8 @@ class Link:
             _abort_process_group(group)  # to destroy it waits for what is in flight
 
     def wake(self) -> None:
-        """From another thread: whoever waits here for a transfer gets an error. The connections are closed later."""
+        """Wakes, from another thread, whoever waits here for a transfer: with an error. The connections are closed
+        later."""
         group, wire = self._group, self._wire
         if group is None or not dist.is_initialized():
             return
@@ -324,6 +325,6 @@ class Link:
 
 
 def _text(error: RuntimeError) -> str:
-    """What gloo says, without its source lines and advice."""
+    """Returns gloo's message, without its source lines and advice."""
     text = str(error).partition("] ")[2] or str(error)
     return text.split(". This is typically")[0].splitlines()[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def wire_of(group: Any, device: torch.device, timeout: timedelta) -> Any:
-    """What sends and receives tensors of a device: the group's backend, without the dispatcher's share of the cost."""
+    """Returns the channel for tensors of a device: the group's backend, without the dispatcher's share of the cost."""
     wire = group._get_backend(device)
     return Staged(wire, timeout) if device.type != "cpu" and wire.name() == "gloo" else wire
 

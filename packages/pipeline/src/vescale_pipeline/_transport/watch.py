@@ -22,9 +22,9 @@ import torch.distributed as dist
 from .faults import Faults
 
 BEAT_S = 1.0
-"""How often a process shows that it lives."""
+"""Seconds between a process's signs of life."""
 SILENT_S = 60.0
-"""How long a rank of which nothing is seen is waited for."""
+"""Seconds that a rank without signs of life is waited for."""
 
 
 class Watched(Protocol):
@@ -34,7 +34,7 @@ class Watched(Protocol):
     ranks: list[int]
 
     def waits(self) -> bool:
-        """Whether a failure of others matters now: in a call, or always where the device runs behind the host."""
+        """True if a failure of others matters now: in a call, or always where the device runs behind the host."""
 
     def wake(self) -> None:
         """Ends all waits of this rank, from another thread."""
@@ -54,7 +54,7 @@ class Pulse:
         self._thread.start()
 
     def add(self, pipeline: Watched) -> None:
-        """From now on; until it is collected, or the process ends."""
+        """Watches from now on; until it is collected, or the process ends."""
         following = pipeline.ranks[(pipeline.ranks.index(self._rank) + 1) % len(pipeline.ranks)]
         for key in (pipeline.faults.key, _beat(following)):  # `multi_get` waits for keys that are not there
             self._store.compare_set(key, "", "")

@@ -20,7 +20,7 @@ class LinkError(RuntimeError):
 
 
 class Words:
-    """What this rank tells and is told.
+    """Words between this rank and others.
 
     Arguments:
         store: of the ranks' world; a connection of its own is made, as torch locks one while it waits.
@@ -45,7 +45,7 @@ class Words:
             raise LinkError(f"the store: {_first_line(error)}") from error
 
     def receive(self, peer: int, tag: int) -> bytes:
-        """What `peer` sent next under this tag; waits. Raises LinkError. Cost: three requests."""
+        """Waits for `peer`'s next word under this tag. Raises LinkError. Cost: three requests."""
         key = self._key(peer, self._place, tag)
         until = time.monotonic() + self._timeout.total_seconds()
         while True:
@@ -60,7 +60,7 @@ class Words:
                     raise LinkError(f"rank {self._ranks[peer]}: {_first_line(error)}") from error
 
     def _key(self, source: int, target: int, tag: int) -> str:
-        """Of the next value; both ends count alike."""
+        """Key of the next value; both ends count alike."""
         self._counts[source, target, tag] += 1
         return f"{self._name}/{source}>{target}/{tag}/{self._counts[source, target, tag]}"
 

@@ -20,7 +20,7 @@ Orders = list[list[Action]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind of schedule is generated.
+    """Generator of a kind of schedule.
 
     Arguments:
         orders: what each rank computes, in order.
@@ -54,7 +54,7 @@ GENERATORS = {
 
 
 MOST = 2**20
-"""Of forwards in a schedule, each of which is an object."""
+"""Most forwards in a schedule, each of which is an object."""
 
 
 def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:

@@ -19,12 +19,13 @@ Orders = list[list[Action]]
 
 
 def v_half(shape: Shape) -> Orders:
-    """At most (p + 2) / 2 microbatches alive; idle 3(p - 1) units of half a rank's F, half of 1F1B's."""
+    """V schedule with at most (p + 2) / 2 microbatches alive; idle 3(p - 1) units of half a rank's F, half of
+    1F1B's."""
     return _fill_weights(shape, _pattern(shape, steps=(1, 2, 1, 2), turn=1), most=shape.ranks + 2)
 
 
 def v_min(shape: Shape) -> Orders:
-    """At most (p + 4) / 3 microbatches alive; idle about 4p units of half a rank's F, two thirds of 1F1B's."""
+    """V schedule with at most (p + 4) / 3 microbatches alive; idle about 4p units of half a rank's F, 2/3 of 1F1B's."""
     # With ranks in threes the ways down and up would meet in the same unit on every rank: the turn takes two more.
     turn = 3 if shape.ranks % 3 == 0 else 1
     return _fill_weights(shape, _pattern(shape, steps=(1, 1, 1, 1), turn=turn), most=2 * (shape.ranks + 4) / 3)

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before a model is sharded: the plan, and the values of the model."""
+"""Checks that all ranks have the same plan, and the same values in the model, before it is sharded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_same_values(sums: dict[str, int]) -> None:
 
 
 def checksums(model: nn.Module) -> dict[str, int]:
-    """Of the values of every parameter and of every plain buffer, by what an error calls it."""
+    """Checksums of the values of every parameter and plain buffer, by their names in errors."""
     held = {f"parameter {name!r}": parameter for name, parameter in model.named_parameters()}
     plain = {f"buffer {name!r}": one for name, one in model.named_buffers() if type(one) is not DTensor}
     return {name: recorded(one) if is_deferred(one) else checksum(one) for name, one in (held | plain).items()}

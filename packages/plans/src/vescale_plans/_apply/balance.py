@@ -1,4 +1,4 @@
-"""How sequences are cut so that attention is the same work on every rank.
+"""Cuts sequences so that attention is the same work on every rank.
 
 Under a causal mask a row's work grows with its place. In a zigzag each rank gets a front and a back part, which
 together are the same work for all. Where work grows to a window's width only, or begins anew with each document, parts
@@ -27,7 +27,7 @@ from .._torch_private import _ConvNd
 CLOSE = 0.04
 """The difference between the ranks with most and with least work, relative to the mean."""
 PARTS = (2, 4, 8, 16)
-"""How many parts of a sequence a rank has: each pair of parts that see each other is a kernel of its own."""
+"""Parts of a sequence per rank: each pair of parts that see each other is a kernel of its own."""
 LEAST = 8
 """Rows that a part has at least, where a rank has more than two."""
 MIXERS = (_ConvNd, nn.RNNBase)
@@ -64,7 +64,8 @@ class Balance:
 
 
 def balance_of(plan: PlanFields, mesh: Mesh, model: nn.Module) -> Balance | None:
-    """None where sequences are cut in one piece for each rank. The mesh may be smaller than the plan's: one rank."""
+    """Returns the balance; None if sequences are cut in one piece for each rank. The mesh may be smaller than the
+    plan's: one rank."""
     if plan.context_axis is None or plan.context_layout == "contiguous":
         return None
     if plan.context_layout == "auto" and (plan.context not in ("auto", "ring") or not _is_causal(model)):
@@ -74,7 +75,7 @@ def balance_of(plan: PlanFields, mesh: Mesh, model: nn.Module) -> Balance | None
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether all attention says that it is causal, and nothing else is known to mix positions."""
+    """True if all attention says that it is causal, and nothing else is known to mix positions."""
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     if any(isinstance(module, MIXERS) for module in model.modules()) or not all(said):
         return False
@@ -106,8 +107,8 @@ def windows_of(model: nn.Module) -> tuple[int | None, ...]:
 def order_for(
     size: int, ranks: int, windows: tuple[int | None, ...], documents: Documents = ()
 ) -> tuple[int, ...] | None:
-    """Whose each chunk of a sequence is; None: one part per rank, where that is balanced and most keys stay where they
-    are. Every rank has as many chunks as the others."""
+    """Returns the owner of each chunk of a sequence; None for one part per rank, if that is balanced and most keys stay
+    where they are. Every rank has as many chunks as the others."""
     until = _work(size, windows, documents)
     tried: list[tuple[float, tuple[int, ...] | None]] = []
     if None not in windows or documents:

@@ -1,4 +1,4 @@
-"""Which modules are a model's blocks: what ZeRO gathers, frees and reduces as one. Pure.
+"""Finds a model's blocks: the modules that ZeRO gathers, frees and reduces as one. Pure.
 
 Blocks are the modules that a model repeats: the members of its outermost lists
 (ModuleList, Sequential, ModuleDict), lists in lists opened up. What lies in no block is

@@ -115,7 +115,7 @@ def install_scopes(root: nn.Module, axes: Collection[int] = ()) -> None:
 
 
 def _cut_axes(module: nn.Module, axes: Collection[int]) -> tuple[int, ...]:
-    """Those of the axes that cut weights of the module, or of a child of it."""
+    """Returns those of the axes that cut weights of the module, or of a child of it."""
     layouts = [
         parameter.mesh_layout
         for one in (module, *module.children())

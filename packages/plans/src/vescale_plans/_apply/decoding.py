@@ -75,7 +75,7 @@ def leave_caches_out(model: nn.Module) -> None:
 
 
 def _decides(kind: type[nn.Module]) -> bool:
-    """Whether a model's own code turns the cache off, for another reason than that it recomputes."""
+    """True if a model's own code turns the cache off, for another reason than that it recomputes."""
     forward: Callable = inspect.unwrap(kind.forward)
     if SWITCH not in forward.__code__.co_varnames:
         return False
@@ -117,7 +117,7 @@ class _Decoding:
         return args, {**kwargs, SWITCH: False}
 
     def _may_be_left_out(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether a call that trains would fill a cache that nobody asked for, and come to the same without."""
+        """True if a training call would fill a cache that nobody asked for, and gives the same without."""
         config = module.config
         asked = config if hasattr(config, SWITCH) else config.get_text_config(decoder=True)
         given = {name: self._given(name, args, kwargs) for name in READ}

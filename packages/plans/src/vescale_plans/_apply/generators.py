@@ -39,7 +39,7 @@ def _device_module() -> ModuleType | None:
 
 
 def same_states(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether nothing was drawn between the two."""
+    """True if nothing was drawn between the two."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -71,17 +71,16 @@ def _kept_on_host() -> Iterator[None]:
 
 
 _HANDED: ContextVar[dict[int, tuple[torch.Generator, Tensor]] | None] = ContextVar("handed", default=None)
-"""Of the `generators_kept` that is entered: generators of the program's own that operators were handed, and where each
-was before."""
+"""Generators of the program's own that operators were handed in the `generators_kept` that is entered, and where
+each was before."""
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """What the block draws nobody misses: afterwards, also where it raises, torch's generators of the host and of this
-    rank's device, Python's and numpy's are as they were before. So are others of torch's, if the block's modes tell
-    what they hand on (`note_generator`). As a decorator it is for functions that run a user's model for their own
-    purposes: what a program draws must not depend on whether it asked for a plan.
-    """
+    """Hides the block's draws: afterwards, also where it raises, torch's generators of the host and of this rank's
+    device, Python's and numpy's are as they were before. So are others of torch's, if the block's modes tell what they
+    hand on (`note_generator`). As a decorator it is for functions that run a user's model for their own purposes: what
+    a program draws must not depend on whether it asked for a plan."""
     device, handed = random_states()[1:], {}
     outer = _HANDED.set(handed)
     with _kept_on_host():
@@ -99,7 +98,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def note_generator(kwargs: Mapping[str, Any]) -> None:
-    """Of an operator that is about to run: where the generator is that it is handed."""
+    """Notes the state of an operator's generator before the operator runs."""
     if "generator" in kwargs and (handed := _HANDED.get()) is not None:
         generator = kwargs["generator"]
         if isinstance(generator, torch.Generator):

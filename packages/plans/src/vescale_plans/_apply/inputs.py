@@ -1,4 +1,5 @@
-"""What enters the root module: plain tensors become DTensors of the global batch, after a check that ranks agree."""
+"""Converts the inputs of the root module: plain tensors become DTensors of the global batch, after a check that ranks
+agree."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class Cuts(NamedTuple):
     balance: Balance | None = None
 
     def placements(self, tensor: Tensor, names: Iterable[str], lengths: Collection[int]) -> list[Placement]:
-        """Of a tensor, given the lengths of sequences in its batch: a mask's rows are of such a length."""
+        """Places a tensor, given the lengths of sequences in its batch: a mask's rows are of such a length."""
         dim = self.sequence(tensor.ndim)
         if dim == 2 and tensor.shape[2] not in lengths:
             dim = None
@@ -80,7 +81,8 @@ class Cuts(NamedTuple):
         ]  # fmt: skip
 
     def sequence(self, ndim: int) -> int | None:
-        """Which dim is a sequence: [batch, places, ...], or of a mask's four [batch, heads, places, places]."""
+        """Returns the dim that is a sequence: [batch, places, ...], or of a mask's four [batch, heads, places,
+        places]."""
         return None if self.context_axis is None else _SEQUENCE.get(ndim)
 
     def sequence_placement(self, dim: int, size: int) -> Placement:
@@ -164,7 +166,7 @@ class RootBoundary:
 
 
 def _lies_like(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory."""
+    """True if both are the same memory."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
         one.data_ptr(),
         one.shape,
@@ -309,7 +311,7 @@ def check_agreement(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of a tensor's bytes; a meta tensor has none."""
+    """Checksum of a tensor's bytes; 0 for a meta tensor, which has none."""
     if tensor.is_meta:
         return 0
     if is_traceable_wrapper_subclass(tensor):

@@ -28,7 +28,7 @@ from .._torch_private import _abort_process_group, backend_of
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
 _COMES_BACK_S = 5.0
-"""How long a thread that waited for what was aborted is given to come back."""
+"""Seconds that a thread that waited for what was aborted is given to come back."""
 LOOK_S = 1.0
 """Whoever leaves looks so often whether another rank has raised."""
 
@@ -75,12 +75,12 @@ def join() -> None:
 
 
 def is_fake() -> bool:
-    """Whether the joined world has no processes: torch's fake group, a dry run's."""
+    """True if the joined world has no processes: torch's fake group, a dry run's."""
     return dist.get_backend() == "fake"
 
 
 def _own_index(devices: int) -> int:
-    """Which device is this rank's, of those that it sees."""
+    """Returns this rank's device index, among those that it sees."""
     if devices == 1:  # the only one, or each rank is shown its own
         return 0
     ranks, own = (count(name, 0) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
@@ -160,7 +160,7 @@ def accelerator() -> str:
 
 
 def _backend_of(device: str) -> str | None:
-    """The backend that torch knows for an accelerator; None where it is the host's (mps) or there is none."""
+    """The backend that torch knows for an accelerator; None if it is the host's (mps) or there is none."""
     name = dist.Backend.default_device_backend_map.get(device)
     return None if name == "gloo" else name
 
@@ -170,7 +170,7 @@ _HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake", "simulated"})
 
 
 def device_type() -> str:
-    """Where the tensors of the joined world lie.
+    """Returns the device type of the joined world's tensors.
 
     On the accelerator, where the world has a backend made for it. One that serves the host as well (gloo, as whoever
     joined chose) leaves it to the first model, see `choose_device`.
@@ -241,7 +241,7 @@ _meshes: list[tuple[tuple, DeviceMesh]] = []
 
 
 def tensor_mesh(plan: PlanFields) -> DeviceMesh:
-    """Where the tensors of this rank lie: the plan's mesh, or, under a pipeline, that of its stage.
+    """Returns the mesh of this rank's tensors: the plan's, or, under a pipeline, that of its stage.
 
     Raises PlanError under a pipeline before `parallelize` has made the stages.
     """

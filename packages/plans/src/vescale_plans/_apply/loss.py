@@ -56,7 +56,7 @@ class LossBoundary:
 
 
 def _refusal(function: LossFn, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """Why a function does not take these arguments; None if it takes them, or does not say what it takes."""
+    """Says why a function does not take these arguments; None if it takes them, or does not say what it takes."""
     try:
         inspect.signature(function.forward if isinstance(function, nn.Module) else function).bind(*args, **kwargs)
     except TypeError as error:

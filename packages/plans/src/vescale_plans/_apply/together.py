@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all, with one message: nobody is left waiting in a collective."""
+"""Turns a failure of one rank into one of all, with one message: nobody is left waiting in a collective."""
 
 from __future__ import annotations
 

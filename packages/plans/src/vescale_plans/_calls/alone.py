@@ -1,4 +1,4 @@
-"""What stands before one very module, as an attribute of the object: a copy of the module does not take it."""
+"""Attributes that belong to one very module object: a copy of the module does not take them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STATE = "__getstate__"
 
 
 class Alone:
-    """What a copy of a module, which has the same attributes, leaves: it would run the original."""
+    """An attribute that a copy of a module drops: it would run the original."""
 
     def leave(self, held: dict[str, Any]) -> None:
         """Takes itself off what a module, or a copy of it, holds."""

@@ -16,13 +16,13 @@ from .phases import INNER_AFTER, INNER_BEFORE, OUTER_AFTER, OUTER_BEFORE, PHASES
 
 _CALL = "_call_impl"
 Before = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]] | None]
-"""Of a module and the arguments of its call: the arguments that the forward is to get, None for the same."""
+"""Takes a module and the arguments of its call; returns the arguments for the forward, None for the same."""
 After = Callable[[nn.Module, tuple, dict[str, Any], Any], Any]
-"""Of a module, what its forward got, and what came of it: what is to come of it, None for the same."""
+"""Takes a module, its forward's arguments, and its output; returns the output to use, None for the same."""
 
 
 class Step:
-    """What one part of this library does in the calls of one module."""
+    """One part of this library, in the calls of one module."""
 
     __slots__ = ("name", "phase", "before", "after", "ends")
 
@@ -55,8 +55,8 @@ def _sorted(steps: list[Step], names: tuple[str, ...]) -> tuple[Step, ...]:
 
 
 class _Running(threading.local):
-    """Of each call of a module that goes by hooks in this thread, the innermost last: what has begun, and is to be
-    ended; None for one of which nothing has."""
+    """Stack of the module calls by hooks in this thread, innermost last: each holds what it began and must end, or
+    None."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Order, list[Step | Copies]] | None] = []
@@ -108,7 +108,7 @@ class Chain:
                 call.leave(module.__dict__)
 
     def is_alone(self, held: dict[str, Any]) -> bool:
-        """Whether nobody else has hooks on a module, which holds this, or on all modules."""
+        """True if nobody else has hooks on a module, whose dict `held` is, or on all modules."""
         hooks, before, after = self._hooks, held["_forward_pre_hooks"], held["_forward_hooks"]
         return (
             len(before) + len(after) == len(hooks)
@@ -221,13 +221,13 @@ def _finish(
 
 
 def _give_back(begun: list[Step | Copies]) -> None:
-    """Of a call that has ended: what its forward wrote to copies, the last made first."""
+    """Writes back what a call's forward wrote to copies, the last made first."""
     while begun:
         begun.pop().give_back()
 
 
 def end(begun: list[Step | Copies], module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    """Of a call that has raised: what it has begun, the last first."""
+    """Ends the steps that a call that raised has begun, the last first."""
     for step in reversed(begun):
         try:
             step.after(module, args, kwargs, output)
@@ -249,7 +249,7 @@ def add_step(module: nn.Module, name: str, before: Before | None = None, after: 
 
 
 class Hook(NamedTuple):
-    """What a call comes to before or behind a module's forward: a hook of anybody's, or a step of ours."""
+    """A hook of anybody's, or a step of ours, before or behind a module's forward."""
 
     call: Callable[..., Any]
     takes_kwargs: bool
@@ -263,7 +263,7 @@ class Hook(NamedTuple):
 
 
 def hooks_before(module: nn.Module) -> list[Hook]:
-    """In the order of a call: the module's own, ours step by step."""
+    """Returns the module's own hooks in the order of a call, ours step by step."""
     found = []
     for id_, hook in module._forward_pre_hooks.items():
         chain, part = _part(hook)
@@ -276,7 +276,7 @@ def hooks_before(module: nn.Module) -> list[Hook]:
 
 
 def hooks_after(module: nn.Module) -> list[Hook]:
-    """In the order of a call: the module's own, ours step by step."""
+    """Returns the module's own hooks in the order of a call, ours step by step."""
     found = []
     for id_, hook in module._forward_hooks.items():
         chain, part = _part(hook)
@@ -290,7 +290,7 @@ def hooks_after(module: nn.Module) -> list[Hook]:
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this library's."""
+    """True if a hook is one of this library's."""
     return (getattr(hook, "__module__", "") or "").startswith("vescale")
 
 

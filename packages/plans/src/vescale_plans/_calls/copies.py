@@ -1,4 +1,4 @@
-"""What a step hands to a forward in place of a call's arguments: what the forward writes there, its caller sees.
+"""Copies that a step hands to a forward in place of a call's arguments: the caller sees what the forward writes there.
 
 Of tensors, where they were converted; of the lists, dicts and dataclasses that hold them, where they were copied.
 """
@@ -38,7 +38,7 @@ class Copies:
     """Ends a call. Each container and each tensor is written to only where its copy was.
 
     Cost: an all-gather, over the axes that cut it, of a plain tensor that was written to; of a DTensor a conversion
-    back. None where nothing was written.
+    back. None if nothing was written.
     """
 
     __slots__ = ("_containers", "_tensors", "_owns")
@@ -65,7 +65,7 @@ class Copies:
             self.note(entries[key], copied[key])
 
     def give_back(self) -> None:
-        """Of a call that has come to its end."""
+        """Writes back, at the end of a call."""
         with DisableTorchFunction():  # a pipeline's dry run must not see it
             changed = [each for each in self._tensors if each.is_changed]
         for each in changed:
@@ -73,7 +73,8 @@ class Copies:
         self._change_containers()
 
     def after(self, *call: Any) -> None:
-        """Of a call that has raised: it may have raised on this rank alone, so that nothing may be sent."""
+        """Writes back after a call that has raised: it may have raised on this rank alone, so that nothing may be
+        sent."""
         self._change_containers()
 
     def _change_containers(self) -> None:
@@ -87,7 +88,7 @@ class Copies:
 
 
 def _entries(value: Any) -> dict[Any, Any]:
-    """Of those kinds of containers that `map_tensors` looks into."""
+    """Returns the entries of a container that `map_tensors` looks into."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, (list, tuple)):
@@ -133,7 +134,7 @@ def _change(own: Any, now: dict[Any, Any]) -> None:
 
 
 def copies_of(given: tuple[tuple, dict[str, Any]], handed: tuple[tuple, dict[str, Any]]) -> Copies | None:
-    """Of the arguments of a call, and of those that a step made of them; None where it made nothing new."""
+    """Pairs the arguments of a call with those that a step made of them; None if it made nothing new."""
     pairs = [*zip(given[0], handed[0]), *((own, handed[1].get(name)) for name, own in given[1].items())]
     copies = None
     for own, copy in pairs:

@@ -29,7 +29,7 @@ OUTER_AFTER = ("saving", "boundary", "sharing", "loss", "inputs", "masks", "para
 
 @dataclass(frozen=True)
 class Phase:
-    """What of this library happens at one place of a call.
+    """One place of a call, at which parts of this library run.
 
     Arguments:
         before: what it does before the forward, in words; "" where it does nothing then.

@@ -1,1 +1,1 @@
-"""What a dry run stands on: what a run on meta tensors takes, and operators that torch lacks there."""
+"""Foundations of a dry run: metering a run on meta tensors, and operators that torch lacks there."""

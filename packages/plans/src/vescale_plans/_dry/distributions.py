@@ -17,7 +17,7 @@ from .._torch_private import distributions_check_values
 
 @contextmanager
 def values_unchecked() -> Iterator[None]:
-    """In the block distributions check nothing by default; afterwards the default is the program's."""
+    """Turns off the default checks of distributions in the block; afterwards the default is the program's."""
     checks = distributions_check_values()
     Distribution.set_default_validate_args(False)
     try:

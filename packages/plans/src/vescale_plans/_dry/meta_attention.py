@@ -52,7 +52,7 @@ def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
     enable_gqa=False, repeat: Callable[[Tensor, int], Tensor] | None = repeated,
 ) -> Tensor:  # fmt: skip
-    """As `F.scaled_dot_product_attention`; `repeat` as `repeated`, None for a kernel that reads shared keys."""
+    """Replaces `F.scaled_dot_product_attention`; `repeat` as `repeated`, None for a kernel that reads shared keys."""
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.requires_grad:  # a learned bias: its gradient is as large as the scores are
         return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)

@@ -53,7 +53,7 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
 
 
 def _grouped_flops(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Of grouped products: every row, or column, meets one group's matrix."""
+    """Operations of grouped products: every row, or column, meets one group's matrix."""
     if left.ndim == right.ndim == 3:
         return 2 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
@@ -88,7 +88,7 @@ def _max(values: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tenso
 
 
 def received(function: Callable) -> Callable:
-    """Of a collective that fills its first argument, which torch's stand-in of a group leaves as it was. It is emptied
+    """Wraps a collective that fills its first argument, which torch's fake group leaves as it was. It is emptied
     before, because a real group may still be filling it when the call returns."""
 
     def filled(out: Any, *args: Any, **kwargs: Any) -> Any:

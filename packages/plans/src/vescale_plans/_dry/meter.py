@@ -1,4 +1,4 @@
-"""What a run on local tensors takes: bytes alive, by kind, and floating point operations. On meta tensors as on real.
+"""Meters a run on local tensors: bytes alive, by kind, and floating point operations. On meta tensors as on real.
 
 Real tensors may meet meta ones, and the result is meta: so integers can stay real (indices, masks, what is made of
 them), and a model that reads them runs, while nothing of size is computed.
@@ -56,7 +56,7 @@ class Meter(TorchDispatchMode):
         self._known: dict[int, tuple[str, int]] = {}
 
     def mark(self) -> None:
-        """From here on the peak and the operations are counted anew."""
+        """Restarts the peak and the count of operations."""
         self.peak, self.flops = self.live + self._scratch.taken, 0
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:

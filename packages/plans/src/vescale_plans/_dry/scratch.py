@@ -1,4 +1,4 @@
-"""What a backend's collectives allocate for themselves while they run, which no tensor of ours shows."""
+"""Scratch memory of a backend's collectives while they run, which no tensor of ours shows."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Forward = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
 def added_last(forward: Forward, shapes: Mapping[str, torch.Size], whole: str, width: int, like: Tensor) -> bool:
-    """Whether the parameter `whole` is added to what the experts give, and does nothing else.
+    """True if the parameter `whole` is added to the experts' output, and does nothing else.
 
     Arguments:
         forward: the output [rows, hidden] for parameters by name, rows [rows, width], and the expert of each.

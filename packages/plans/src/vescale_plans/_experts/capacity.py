@@ -19,7 +19,7 @@ from vescale_dtensor.engine import GatherInFlight, set_cause
 
 
 def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, name: str) -> Tensor:
-    """How many of this rank's rows every expert takes, int64 [experts].
+    """Returns how many of this rank's rows every expert takes, int64 [experts].
 
     Arguments:
         indices: this rank's experts [t, k] of the global ones that `layout` describes.
@@ -42,12 +42,12 @@ def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, nam
 
 
 def counted(chosen: Tensor, experts: int) -> Tensor:
-    """How many rows chose every expert. (`bincount` makes the host wait for the largest index.)"""
+    """Returns how many rows chose every expert. (`bincount` makes the host wait for the largest index.)"""
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def positions(sorted_experts: Tensor) -> Tensor:
-    """Of each row of rows sorted by expert, how many of its expert's come before it."""
+    """Returns, for each row of rows sorted by expert, how many of its expert's come before it."""
     if not len(sorted_experts):
         return sorted_experts
     first = torch.searchsorted(sorted_experts, sorted_experts)

@@ -33,7 +33,7 @@ def counts_of(
     name: str, forward: Forward, slices: Callable[[slice], dict[str, Tensor]], numbers: tuple[list[str], list[str]],
     local: int, experts: int, rows: Tensor,
 ) -> list[str]:  # fmt: skip
-    """Those of `numbers`, as `numbers_like` gives them, that count experts; of the others by trial.
+    """Returns those of `numbers`, as `numbers_like` gives them, that count experts; of the others by trial.
 
     Arguments:
         slices: the parameters of some of the `local` experts of this rank.

@@ -117,7 +117,7 @@ class ExpertsBoundary:
         return call.args, call.kwargs
 
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether a call is one of experts whose rows can stay; on all ranks alike. Slices are tried once."""
+        """True if a call is one of experts whose rows can stay; alike on all ranks. Slices are tried once."""
         try:
             tokens_indices_weights(self.name, args, kwargs)
         except PlanError:
@@ -130,8 +130,8 @@ class ExpertsBoundary:
         return not self._is_off
 
     def _look(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """What its forward counts experts by, and in the first call of each mode, what it writes of itself; on all
-        ranks alike. Cost: once, some forwards on a few rows per expert, and small all-gathers."""
+        """Finds the numbers by which its forward counts experts, and in the first call of each mode, what it writes of
+        itself; on all ranks alike. Cost: once, some forwards on a few rows per expert, and small all-gathers."""
         looks, counts = self._looks[module.training], not (self._counts_known or is_reproducible())
         if self.writes or not (looks or counts):
             return
@@ -256,7 +256,7 @@ class _Call:
             setattr(module, name, boundary.experts.local)
 
     def _here(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the module's forward gets of rows that stay where they are: of none, one of zeros."""
+        """Returns the forward's inputs if rows stay where they are: one row of zeros if there are none."""
         weights = self._counted(indices, takes)
         self._none = tokens.shape[0] == 0
         if not self._none:
@@ -281,7 +281,7 @@ class _Call:
         return self._weights.where(taken.view(indices.shape), self._weights.new_zeros(()))
 
     def _dispatch(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
+        """Returns the forward's inputs: the rows that arrived, the local expert of each, ones."""
         self._shape = (*indices.shape, tokens.shape[1])
         self._route = route = Route(self._boundary.experts, indices, capacity=takes)
         self._boundary.load, self._boundary.dropped = route.load, route.dropped

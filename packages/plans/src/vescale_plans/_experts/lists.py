@@ -62,7 +62,7 @@ class ListBoundary(Members):
         return entered
 
     def _in_two_passes(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """What the second pass is called with; None for a block that turns out to write state of its own."""
+        """Returns the arguments of the second pass; None for a block that turns out to write state of its own."""
         call, checked = Call(self, block, args, kwargs), self.state.is_checked
         if checked:
             self._writes = written_by(call)
@@ -113,5 +113,5 @@ class ListBoundary(Members):
         return total_load(self.spread, self.load, self.replicas)
 
     def total_dropped(self) -> list[int]:
-        """None: a list's rows have no order that all meshes share, and so no capacity."""
+        """Returns zeros: a list's rows have no order that all meshes share, and so no capacity."""
         return [0] * self.spread.experts

@@ -15,7 +15,7 @@ from .route import Spread
 
 
 def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
-    """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
+    """States of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
     states = []
     for axis, state in enumerate(now):
         if state.is_sharded and state.dim == 0:
@@ -50,7 +50,8 @@ def swap_in(
 
 
 def tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor, DTensor]:
-    """By kind: the integers are the indices; of the floating point ones the tokens come first, then the weights."""
+    """Finds the three by kind: the integers are the indices; of the floating point ones tokens come first, then
+    weights."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     floating = [one for one in tensors if one.is_floating_point()]
     integers = [one for one in tensors if not one.is_floating_point()]

@@ -21,7 +21,7 @@ from .capacity import counted, positions
 
 
 class Spread:
-    """Which ranks of an axis hold which experts, as torch.chunk cuts them; `ranks` is 1 where all hold all."""
+    """Assigns experts to the ranks of an axis, as torch.chunk cuts them; `ranks` is 1 if each holds all."""
 
     def __init__(self, name: str, mesh: Mesh, axis: int, experts: int, spread: bool = True) -> None:
         self.name, self.mesh, self.axis, self.experts = name, mesh, axis, experts
@@ -49,7 +49,7 @@ def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, .
 
 
 class Route:
-    """Which rows go where: a stable sort of the chosen experts, and the counts that ranks exchange.
+    """Routes rows to ranks: a stable sort of the chosen experts, and the counts that ranks exchange.
 
     Arguments:
         indices: the expert of every row, int64.

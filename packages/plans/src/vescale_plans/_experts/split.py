@@ -69,7 +69,7 @@ def split_problem(
     forward: Forward, layouts: Mapping[str, Layout], experts: int, split: Sequence[int],
     whole: Mapping[str, Sequence[int]], width: int, like: Tensor,
 ) -> str | None:  # fmt: skip
-    """Why what ranks give for one expert are no parts of one sum, the same text on all; None where they are.
+    """Says why the ranks' results for one expert are no parts of one sum, the same text on all; None if they are.
 
     Arguments:
         forward: the output [rows, hidden] for parameters by name, rows [rows, width], and the expert of each.

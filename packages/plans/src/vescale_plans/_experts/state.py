@@ -1,4 +1,4 @@
-"""What modules keep of themselves between calls, and which of it a run of their forward writes.
+"""State that modules keep between calls, and which of it a run of their forward writes.
 
     buffers       in place (`self.bias += ...`), through `.data`, or replaced
     attributes    tensors, arrays and numbers, replaced or written in place
@@ -34,7 +34,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 class Kept:
-    """What `modules`, by their names, hold now. Cost of a deep look: a copy of every tensor that they hold."""
+    """State that `modules`, by their names, hold now. Cost of a deep look: a copy of every tensor that they hold."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], deep: bool) -> None:
         self._deep, self._seen = deep, set()
@@ -74,7 +74,7 @@ class Kept:
 
 
 class _Holder:
-    """Something that holds values, and those that it held. `name`: the attribute it belongs to, None where its keys are
+    """Something that holds values, and those that it held. `name`: the attribute it belongs to, None if its keys are
     the attributes."""
 
     def __init__(self, value: Any, prefix: str, name: str | None, skipped: frozenset[str] = frozenset()) -> None:
@@ -128,7 +128,7 @@ class _Held(NamedTuple):
 
 
 def _inside(value: Any) -> Any:
-    """What a value of an attribute holds that a forward may write; None for nothing."""
+    """Returns the part of an attribute's value that a forward may write; None for nothing."""
     if isinstance(value, (dict, list, set, deque)):
         return value
     if isinstance(value, (nn.Module, type)) or callable(value):
@@ -144,7 +144,7 @@ def _same(was: Any, now: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether equal ones are the same."""
+    """True if equal ones are the same."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (int, float, complex, str, bytes, torch.device))
@@ -160,7 +160,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _version(value: Any) -> int | None:
-    """None of what counts no writes."""
+    """Returns the version, None for what counts no writes."""
     if _is_array(value) or value.is_inference():
         return None
     with local_only():

@@ -1,4 +1,4 @@
-"""Which modules are experts, and where a plan's expert axis puts their parameters. Pure.
+"""Finds the modules that are experts, and where a plan's expert axis puts their parameters. Pure.
 
 stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
 listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
@@ -41,7 +41,7 @@ class Experts:
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """How many experts a module holds as slices of stacked weights; 0 when it is not an experts module."""
+    """Returns how many experts a module holds as slices of stacked weights; 0 if it is not an experts module."""
     stacks = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
     if len(stacks) < 2 or len({*stacks}) > 1:
         return 0
@@ -117,7 +117,7 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
 
 
 def _without_an_axis(model: nn.Module) -> list[tuple[str, str]]:
-    """What trains a model whose experts, if it has any, are of no form that an expert axis knows."""
+    """Returns remedies for a model whose experts, if it has any, are of no form that an expert axis knows."""
     stacks = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.ndim == 3}
     folders = sorted({f"*.{name.rpartition('.')[2]}.*" for name in stacks if name})
     spread = ", ".join(f"{pattern!r}: {{'tp': Shard(0)}}" for pattern in folders)
@@ -132,7 +132,7 @@ def _without_an_axis(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _is_huggingfaces(module: nn.Module) -> bool:
-    """Whether its forward is what transformers makes of each experts class: row by row, by any of its kernels."""
+    """True if its forward is transformers' own for experts classes: row by row, by any of its kernels."""
     library = sys.modules.get("transformers.integrations.moe")
     code = getattr(type(module).forward, "__code__", None)
     return library is not None and code is not None and code.co_filename == library.__file__
@@ -169,7 +169,7 @@ def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: 
 
 
 def _placed(plan: PlanFields, module: str, count: int, own: Mapping[str, Placement], placed: Placed) -> Placed:
-    """Of one experts module: `own` where the plan says nothing of the expert axis."""
+    """Places one experts module: by `own` if the plan says nothing of the expert axis."""
     axis = plan.expert_axis
     found = {name: {axis: placement, **placed[name]} for name, placement in own.items()}
     as_ours = [found[name][axis] == placement for name, placement in own.items()]
@@ -201,7 +201,7 @@ def _check_enough(plan: PlanFields, name: str, count: int) -> None:
 
 
 def _ranks_used(count: int, ranks: int) -> int:
-    """How many of `ranks` get something when torch.chunk cuts `count`."""
+    """Returns how many of `ranks` get something when torch.chunk cuts `count`."""
     return -(-count // -(-count // ranks))
 
 

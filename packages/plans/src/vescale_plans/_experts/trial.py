@@ -17,7 +17,7 @@ from .state import Kept
 
 
 class Trial:
-    """Of one call's arguments, tokens, indices and weights are replaced. The module is as it was after each method."""
+    """Trial runs of one call, with tokens, indices and weights replaced. The module is as it was after each method."""
 
     def __init__(self, spread: Spread, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._spread, self._module, self._arguments = spread, module, (args, kwargs)
@@ -54,7 +54,7 @@ class Trial:
         return local
 
     def written(self, numbers: list[str]) -> tuple[str, ...]:
-        """What the forward writes of the module itself, as each rank sees for itself. `numbers`: that count experts."""
+        """Returns what the forward writes of the module itself, as this rank sees it. `numbers`: that count experts."""
         local, kept, states = self._spread.local, Kept(self._module.named_modules(), deep=True), random_states()
         each = torch.arange(local, device=self.like.device)
         for replaced in (numbers, []):  # where it raises, a buffer may have a place for every expert of all ranks

@@ -1,4 +1,4 @@
-"""What a plan says, without what it does: the fields of `Plan`, and what follows from them alone.
+"""The data of a plan: the fields of `Plan`, and what follows from them alone.
 
 Whoever reads a plan takes this; `Plan` (`plan.py`) stands above all that its methods call.
 """
@@ -64,6 +64,6 @@ class PlanFields:
 
     @property
     def batch_placements(self) -> tuple[Placement, ...]:
-        """Of the tensors that enter the model: dim 0 is sharded over the data axes (for their sequences see
+        """Placements of the tensors that enter the model: dim 0 is sharded over the data axes (for their sequences see
         `context_axis`)."""
         return self.placements({axis: Shard(0) for axis in self.data_axes})

@@ -103,7 +103,7 @@ def from_json(text: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Codec(NamedTuple):
-    """How one field of a plan is written as JSON values, and read."""
+    """Codec of one field of a plan, to and from JSON values."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]

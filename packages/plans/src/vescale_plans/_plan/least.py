@@ -130,12 +130,12 @@ def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, s
 
 
 def _is_half(module: nn.Module) -> bool:
-    """Whether it holds one stack of experts' weights, and another module the other."""
+    """True if it holds one stack of experts' weights, and another module the other."""
     return sum(one.ndim == 3 for one in module.parameters(recurse=False)) == 1
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it norms all of its features together, by torch's classes and by how models call theirs."""
+    """True if it norms all of its features together, by torch's classes and by common names."""
     if getattr(module, "group_size", None) or getattr(module, "num_groups", None):
         return False
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or bool(re.search("(RMS|Layer)_?Norm", type(module).__name__))

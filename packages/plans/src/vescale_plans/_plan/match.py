@@ -68,7 +68,7 @@ def first_match(patterns: Iterable[str], name: str) -> str | None:
 
 
 def covers(pattern: str, other: str) -> bool:
-    """Whether `pattern` surely matches whatever `other` matches."""
+    """True if `pattern` surely matches whatever `other` matches."""
     return "?" not in pattern and "[" not in pattern and fnmatchcase(other, pattern)
 
 

@@ -76,7 +76,7 @@ def _row(plan: PlanFields, layout: Layout, name: str, count: int, y: int) -> lis
 
 
 def _ranks(plan: PlanFields, places: list[int]) -> list[int]:
-    """Of places in the mesh without the pipeline's axis: the ranks of the first stage there."""
+    """Ranks of the first stage at places in the mesh without the pipeline's axis."""
     if plan.pipeline is None:
         return places
     names, axis = list(plan.mesh), plan.pipeline.axis
@@ -85,7 +85,7 @@ def _ranks(plan: PlanFields, places: list[int]) -> list[int]:
 
 
 def _captions(plan: PlanFields, mesh: Mesh) -> list[str]:
-    """What to see, and what the picture does not show."""
+    """Explains the picture, and names what it does not show."""
     said = ["a colour is one part of the parameter, written on it the ranks that hold it; 'of n': n layers have one"]
     if plan.zero == 3:
         axis = plan.zero_axis

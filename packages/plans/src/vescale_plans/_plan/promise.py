@@ -40,8 +40,9 @@ def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
 
 
 def fulfil(parameter: DTensor, layout: Layout) -> tuple[Tensor, bool] | None:
-    """Of a promise, its values, local and plain, and whether they are this rank's part under `layout` alone; None of a
-    parameter that has its values. Cost: nothing, but where what is copied lies in parts that were cut otherwise."""
+    """Fulfils a promise: returns the local values, plain, and whether they are this rank's part under `layout` alone;
+    None for a parameter that has its values. Cost: nothing, but where what is copied lies in parts that were cut
+    otherwise."""
     source = parameter.__dict__.pop(_SOURCE, None)
     if source is None:
         return None

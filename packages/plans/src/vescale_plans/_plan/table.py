@@ -111,7 +111,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One difference of two plans: a field, or one name of a mapping; None where a side has no such name."""
+    """One difference of two plans: a field, or one name of a mapping; None if a side has no such name."""
 
     where: str
     before: Any
@@ -126,7 +126,7 @@ class Change:
 
 
 class PlanDiff(tuple):
-    """What `Plan.diff` finds: `Change`s, none for equal plans; prints as a table."""
+    """Result of `Plan.diff`: `Change`s, none for equal plans; prints as a table."""
 
     __slots__ = ()
 

@@ -22,7 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class Fit:
-    """What a plan decides for one model, by name.
+    """A plan's decisions for one model, by name.
 
     `parameters` holds every name, those of tied parameters too. `checkpointed` are the
     outermost of the modules that are; `regathered` and `offloaded` say for each module what holds inside.
@@ -159,7 +159,7 @@ def _check_heads(plan: PlanFields, modules: Mapping[str, nn.Module], placed: Map
 
 
 def _head_size(owner: nn.Module) -> int | None:
-    """What a module that computes attention says of the size of its heads, as models of today name it."""
+    """Returns the size of an attention module's heads, by the names that models of today use."""
     for name in HEAD_SIZES:
         if type(size := getattr(owner, name, None)) is int:
             return size
@@ -169,7 +169,7 @@ def _head_size(owner: nn.Module) -> int | None:
 
 
 def _check_not_a_container(where: str, pattern: str, modules: Mapping[str, nn.Module]) -> None:
-    """What is said of activations holds for what is inside a container; a boundary cannot."""
+    """Refuses boundaries of a container; activations are for the modules inside it."""
     found = [name for name in modules if fnmatchcase(name, pattern)]
     if where == "boundaries" and found and all(isinstance(modules[name], CONTAINERS) for name in found):
         raise PlanError(

@@ -18,7 +18,7 @@ from .._torch_private import _NormBase
 
 
 class Buffers:
-    """Those of a module and of what is inside. All are copied in the first call of each mode; then those that were
+    """Buffers of a module and of those inside. All are copied in the first call of each mode; then those that were
     written in one."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -93,8 +93,8 @@ class Found:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """For a while they are what the call found. Raises GradientError for a parameter that is written once more, and
-        is another then: what comes after the write was recomputed with other weights than the call's."""
+        """Puts back, for a while, what the call found. Raises GradientError for a parameter that is written once more,
+        and is another then: what comes after the write was recomputed with other weights than the call's."""
         before = [(name, one, _copy(one)) for name, one, _ in self._parameters]
         now = [(one, one.owner._buffers.get(one.name), _copy(one.buffer)) for one in self._held]
         try:
@@ -129,7 +129,7 @@ def _check_unchanged(before: list[tuple[str, Tensor, Tensor]]) -> None:
 
 
 def _is_lent(parameter: Tensor) -> bool:
-    """Whether somebody was given its memory, whose writes its version does not tell."""
+    """True if somebody was given its memory, whose writes its version does not tell."""
     return getattr(parameter.__dict__.get("_owner"), "is_lent", False)
 
 

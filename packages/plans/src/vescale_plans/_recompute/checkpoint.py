@@ -133,7 +133,7 @@ _HOOKS = (
 
 
 class Inside:
-    """What decides how a module and those inside are called: their hooks, the hooks of all modules, `training`."""
+    """All that decides how a module and those inside are called: their hooks, the hooks of all modules, `training`."""
 
     def __init__(self, module: nn.Module) -> None:
         held = [each.__dict__ for each in module.modules()]
@@ -165,7 +165,7 @@ def _fill(table: dict, items: tuple) -> None:
 
 
 def _place(hooks: list[Hook]) -> int:
-    """Where among a module's the checkpoint stands."""
+    """Returns the checkpoint's place among a module's hooks."""
     return next(i for i, hook in enumerate(hooks) if hook.step is not None and hook.step.name == "checkpoint")
 
 

@@ -29,7 +29,7 @@ LEAST = 4096
 
 
 class Placed(NamedTuple):
-    """What is saved in place of a tensor whose storage went to the host."""
+    """Saved in place of a tensor whose storage went to the host."""
 
     of: Moved
     stay: Stay
@@ -56,7 +56,7 @@ class Moved:
         self._begun_on: torch.Stream | None = None
 
     def holds(self, root: Tensor) -> bool:
-        """Whether it is what a tensor over `root` has now. Another tensor over the same storage may count its writes
+        """True if it is what a tensor over `root` has now. Another tensor over the same storage may count its writes
         apart."""
         return self._root() is root and root._version == self._version
 
@@ -69,7 +69,7 @@ class Moved:
         self._flat = None
 
     def begin(self, lane: torch.Stream | None) -> None:
-        """It is on its way back, unless it is there."""
+        """Begins to bring it back, unless it is there."""
         if self._flat is not None:
             return
         self._is_back = True
@@ -112,7 +112,7 @@ class Moved:
 
 
 class Stay:
-    """What one call of a module left on the host."""
+    """Storages that one call of a module moved to the host."""
 
     def __init__(self, lane: torch.Stream | None, before: Stay | None) -> None:
         self.lane = lane
@@ -128,19 +128,19 @@ class Stay:
         self._left = self.lane.record_event() if self.lane is not None else None
 
     def leave(self) -> None:
-        """What computes from here on may have the memory."""
+        """Frees the memory for computations from here on."""
         self.wait_for_copies()
         for moved in self._alive():
             moved.leave()
 
     def wait_for_copies(self) -> None:
-        """What computes from here on waits until all of it is on the host."""
+        """Makes computations from here on wait until all of it is on the host."""
         if self._left is not None:
             torch.accelerator.current_stream().wait_event(self._left)
             self._left = None
 
     def asked(self) -> None:
-        """By backward, for anything."""
+        """Brings back what backward asks for, and the call before."""
         self.begin()
         before = self._before() if self._before is not None else None
         if before is not None:
@@ -156,7 +156,7 @@ class Stay:
 
 
 class Host:
-    """Of one model: which storages are on the host, and which call comes before which.
+    """Tracks one model's storages on the host, and the order of its calls.
 
     `made` is told of every tensor there.
     """
@@ -186,7 +186,7 @@ class Host:
         return bool(self._open)
 
     def place(self, tensor: Tensor) -> Placed | None:
-        """What to save in place of a local tensor; None where it stays. Call with dispatch disabled."""
+        """Moves a local tensor; returns what to save in its place, None if it stays. Call with dispatch disabled."""
         if tensor.device.type == "cpu" or type(tensor) not in _KINDS or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -239,7 +239,7 @@ class Parked:
             self._held = [_parked(host, one) for one in args]
 
     def arguments(self) -> tuple:
-        """As they were; what was on the host is a leaf."""
+        """Returns the original arguments; those that were on the host are leaves."""
         with local_only(), torch.no_grad():
             return tuple(one.tensor() if isinstance(one, Argument) else one for one in self._held)
 

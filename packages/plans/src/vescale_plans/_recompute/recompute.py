@@ -45,7 +45,7 @@ from .checkpoint import Checkpoint
 from .host import Host, Placed
 
 Watch = Callable[..., Tensor]
-"""What `set_watch` takes: called in place of a conversion, with what would make it."""
+"""Argument of `set_watch`: called in place of a conversion, with what would make it."""
 CAUSE = Cause("regather", direction="backward")
 
 
@@ -145,7 +145,7 @@ class Gathered:
 
 
 class View(NamedTuple):
-    """What is saved in place of a tensor over a gathered storage."""
+    """Saved in place of a tensor over a gathered storage."""
 
     of: Gathered
     shape: tuple[int, ...]
@@ -154,7 +154,7 @@ class View(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is saved of any other tensor: itself. Under hooks autograd does not check that nobody wrote to it."""
+    """Any other tensor, saved as itself. Under hooks autograd does not check that nobody wrote to it."""
 
     tensor: Tensor
     version: int
@@ -249,7 +249,7 @@ _active: list[saved_tensors_hooks | None] = []
 
 
 def _unpack(saved: Kept | View | Placed) -> Tensor:
-    """What autograd gets back in backward."""
+    """Returns the tensor that autograd gets back in backward."""
     with local_only(), torch.no_grad():
         if isinstance(saved, Placed):
             return saved.tensor()

@@ -120,7 +120,7 @@ class Bucket(FlatParameters):
         self.filled.add(i)
 
     def has_partial(self) -> bool:
-        """Whether any parameter has a gradient that was not reduced."""
+        """True if any parameter has a gradient that was not reduced."""
         with local_only():
             return any(_get_grad(param.parameter) is not None for param in self.params)
 
@@ -135,7 +135,7 @@ class Bucket(FlatParameters):
     def start(self) -> tuple[ReductionInFlight | None, list[int]]:
         """Starts the sum over ranks, and leaves nothing partial. Ranks without a gradient take part all the same.
 
-        Returns the reduction, None where other ranks hold the bucket, and the parameters that this rank did not use.
+        Returns the reduction, None if other ranks hold the bucket, and the parameters that this rank did not use.
         """
         missing = []
         if self.flat is not None:
@@ -242,7 +242,7 @@ def _fill_negative_zero(piece: Tensor) -> None:
 
 
 def _negative_zeros(pieces: Sequence[Tensor], which: Sequence[int]) -> set[int]:
-    """Of these pieces those that are -0.0 throughout. The host waits once, if there are any.
+    """Returns those of these pieces that are -0.0 throughout. The host waits once, if there are any.
 
     In a dry run, which has no values, all: what this rank did not use nobody did."""
     if not which or pieces[which[0]].is_meta:

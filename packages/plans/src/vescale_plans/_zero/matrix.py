@@ -25,7 +25,7 @@ from .sharded_parameter import ShardedParameter
 
 
 class Owners:
-    """Who steps over which matrix, and the matrices on their way. `lead`: the data axis; None without one."""
+    """Owners of matrices, and the matrices on their way. `lead`: the data axis; None without one."""
 
     def __init__(self, params: Sequence[ShardedParameter], mesh: Mesh, lead: int | None) -> None:
         self._mesh, self._lead = mesh, lead
@@ -36,7 +36,7 @@ class Owners:
             self._give(param)
 
     def _give(self, param: ShardedParameter) -> Layout:
-        """To who has the least to do."""
+        """Gives a matrix to the rank that has the least to do."""
         owner, shape = self.work.index(min(self.work)), param.full_layout.shape
         self.work[owner] += _work(shape)
         self._layouts[id(param)] = made = self._owned(shape, owner, len(self.work))

@@ -81,7 +81,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
 
 
 def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
-    """Of an optimizer whose code does not take the DTensors themselves."""
+    """Builds the error for an optimizer whose code does not take the DTensors themselves."""
     kind = type(optimizer).__bases__[1]
     why = str(error).strip().partition("\n")[0]
     return PlanError(
@@ -123,13 +123,13 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Sharded(ShardedStates):
-    """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
+    """Methods that `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
 
     _exchange: Exchange | None  # as the last step had it
 
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """As the optimizer's own: gradients still partial are reduced first, parameters follow after."""
+        """Steps as the optimizer does: gradients still partial are reduced first, parameters follow after."""
         own_step = self._own_step()
         if self._on_dtensors:
             if closure is not None:
@@ -243,7 +243,7 @@ class Sharded(ShardedStates):
 
 
 def _zero_grad(self: Sharded, set_to_none: bool = True) -> None:
-    """As torch's own, which would look at each gradient: a DTensor."""
+    """Replaces torch's own, which would look at each gradient: a DTensor."""
     if not set_to_none:
         return torch.optim.Optimizer.zero_grad(self, set_to_none)
     self._parallel.end_pass()
@@ -266,8 +266,8 @@ def _on_parts(name: str) -> Any:
 
 
 class Exchange:
-    """Who steps in whose place: plain Parameters for DTensors, in the order of the groups. Made once, and anew where a
-    group or a bucket has others by now."""
+    """Exchanges DTensors for the plain Parameters that step in their place, in the order of the groups. Made once, and
+    anew where a group or a bucket has others by now."""
 
     def __init__(self, shown: list[list[Tensor]], parallel: DataParallel, owners: Owners | None) -> None:
         found = [[(one, parallel.param_of(one)) for one in group] for group in shown]
@@ -295,7 +295,7 @@ class Exchange:
         self.waits = any(param.arriving is not None for param in self.params)  # for copies that a step reads
 
     def holds(self, shown: list[list[Tensor]]) -> bool:
-        """Whether the groups are as they were, and the buckets' plain parameters the same objects."""
+        """True if the groups are as they were, and the buckets' plain parameters the same objects."""
         return (
             list(map(len, shown)) == self._sizes
             and all(map(is_, chain.from_iterable(shown), self._shown))

@@ -1,4 +1,4 @@
-"""Which optimizers step on flat parts: those whose steps treat every element of a parameter alike and alone.
+"""Lists the optimizers that step on flat parts: their steps treat every element of a parameter alike and alone.
 
 torch's are listed, a user's are registered, and a subclass is as its base as long as it leaves alone what the base's
 step runs through: the step itself, and every method and attribute that the step may call. What a subclass adds under

@@ -24,7 +24,7 @@ _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class ShardedStates:
-    """What `parallelize` adds to an optimizer to read and to load its states. A mixin, see `optim.Sharded`."""
+    """Adds to an optimizer the reading and loading of its states. A mixin, see `optim.Sharded`."""
 
     _parallel: DataParallel
     _parameter_names: dict[int, str]
@@ -35,7 +35,7 @@ class ShardedStates:
 
     @property
     def state(self) -> Any:
-        """As the optimizer's own, of DTensors between steps (`optim_shown.py`)."""
+        """States of the optimizer, as DTensors between steps (`optim_shown.py`)."""
         if self._on_dtensors or self._is_inside:
             return self._held_states
         self._twin = {}  # what is taken out is to be gone
@@ -51,7 +51,7 @@ class ShardedStates:
 
     @property
     def _held_states(self) -> dict[Tensor, dict[str, Any]]:
-        """What the optimizer itself has, where torch's code puts it when it loads."""
+        """The optimizer's own states, where torch's code puts them when it loads."""
         return self.__dict__["state"]
 
     @_held_states.setter
@@ -68,8 +68,8 @@ class ShardedStates:
             self._is_inside = before
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the real
-        memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
+        """Returns the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the
+        real memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
         found = super().state_dict()
         found["state"] = {
             key: dict(values) if isinstance(values, ShownState) else values for key, values in found["state"].items()
@@ -77,8 +77,8 @@ class ShardedStates:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own, of what `state_dict` gives on one device or under any plan: of whole plain tensors,
-        and of DTensors in any layout, this rank's part is taken. Cost: nothing for those that lie as here."""
+        """Loads what `state_dict` gives on one device or under any plan: of whole plain tensors, and of DTensors in any
+        layout, this rank's part is taken. Cost: nothing for those that lie as here."""
         with self._inside():
             super().load_state_dict(state_dict)
         states = self._held_states
@@ -92,8 +92,8 @@ class ShardedStates:
                         own[name] = self._own_part(own[name], value, param)
 
     def _own_part(self, loaded: Tensor, given: Tensor, param: ShardedParameter) -> Tensor:
-        """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
-        the parameter's shape what torch made of it."""
+        """Returns this rank's part of a loaded state, plain, in the shape in which it steps; if it is not of the
+        parameter's shape, what torch made of it."""
         plain, layout = self._plain_of(param)
         if tuple(given.shape) != layout.shape:
             return loaded
@@ -166,8 +166,8 @@ class ShardedStates:
         return attach(value.detach().view(layout.local_shape), layout)
 
     def _taken_in(self, key: str, value: Tensor, param: ShardedParameter) -> Tensor:
-        """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
-        part, over the same memory where it lies so already; else all of it, plain."""
+        """Converts a tensor that somebody puts into a state: to this rank's part if it has the parameter's shape, over
+        the same memory if it lies so already; else to all of it, plain."""
         if self._on_dtensors:
             return value
         plain, layout = self._plain_of(param)
@@ -227,7 +227,7 @@ class ShardedStates:
 
 
 def _number(value: Any) -> float | None:
-    """What a state that is one number counts."""
+    """Returns the value of a state that is one number."""
     if isinstance(value, Tensor):
         return value.item() if not value.ndim else None
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

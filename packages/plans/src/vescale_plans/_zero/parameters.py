@@ -100,7 +100,7 @@ class FlatParameters:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether other ranks hold all of it: no rank that this one would sum or gather with has any of it."""
+        """True if other ranks hold all of it: no rank that this one would sum or gather with has any of it."""
         return bool(self.params) and not any(param.numel for param in self.params)
 
     def _param(self, i: int, name: str, parameter: DTensor) -> ShardedParameter:
@@ -175,7 +175,7 @@ class FlatParameters:
         self._holders = self._count_holders()
 
     def _make_trainable(self, param: ShardedParameter) -> None:
-        """What an optimizer is given of the parameter."""
+        """Makes the optimizer's parameter."""
         optimized, dtype, device = param.shard, self.dtype, self.device
         if self.offloads:
             param.arriving = on_host(param.shard.shape, dtype, device)
@@ -189,11 +189,11 @@ class FlatParameters:
 
     @property
     def is_thawed(self) -> bool:
-        """Whether the bucket was made of frozen parameters, and one of them is to be trained by now."""
+        """True if the bucket was made of frozen parameters, and one of them is to be trained by now."""
         return not self.differentiable and any(map(_requires_grad_of, self._parameters))
 
     def thaw(self) -> None:
-        """From here on its gradients are reduced, and optimizers step over it."""
+        """Reduces its gradients from here on, and lets optimizers step over it."""
         self.differentiable = True
         with torch.inference_mode(False):
             for param in self.params:
@@ -203,7 +203,7 @@ class FlatParameters:
 
     @property
     def is_intact(self) -> bool:
-        """Whether no parameter was pointed at other memory, by `.data`, or exchanged (`torch.utils.swap_tensors`)."""
+        """True if no parameter was pointed at other memory, by `.data`, or exchanged (`torch.utils.swap_tensors`)."""
         try:
             return not any(map(_is_away, self.params)) and list(map(_owner_of, self._parameters)) == self.params
         except AttributeError:
@@ -270,8 +270,8 @@ class FlatParameters:
 
     @property
     def _is_written(self) -> bool:
-        """Whether somebody else than an optimizer of ours may have written to a parameter since `full` was made, or was
-        first computed with."""
+        """True if anybody but an optimizer of ours may have written to a parameter since `full` was made, or was first
+        computed with."""
         if not self.separate:
             return False
         with local_only():
@@ -302,7 +302,8 @@ class FlatParameters:
         self.expose(False)
 
     def _take_writes(self) -> None:
-        """Of every rank its part, since all have written the same. In another dtype, of what is another value now."""
+        """Takes this rank's part of writes to the full parameters, since all have written the same. In another dtype,
+        of what is another value now."""
         self.lender.end(Held.COPY)
         with torch.no_grad(), local_only():
             for param, before in zip(self.params, self._versions, strict=True):
@@ -317,7 +318,7 @@ class FlatParameters:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether `full` is what the full-precision shards said, or is to be."""
+        """True if `full` is, or is to be, the value of the full-precision shards."""
         return self.ready or self._gathering is not None
 
     def wait(self) -> None:
@@ -332,7 +333,7 @@ class FlatParameters:
                 param.parameter._layout = param.shown[True]
 
     def leave_under_way(self) -> None:
-        """What `updated` has started is waited for by whoever first asks how one of the parameters lies: nothing reads
+        """Leaves the gather of `updated` to be waited for by whoever first asks for a parameter's layout: nothing reads
         one without that. Where somebody else is over their memory, whom nobody would ask, it is waited for now."""
         if self._gathering is None:
             return
@@ -372,7 +373,7 @@ class FlatParameters:
 
 
 def _shows(of: ref[FlatParameters], place: int) -> bool:
-    """Whether the full parameters lie in the storage at `place`, now."""
+    """True if the full parameters lie in the storage at `place`, now."""
     parameters = of()
     if parameters is None or parameters.full.untyped_storage()._cdata != place:
         return False
@@ -381,7 +382,7 @@ def _shows(of: ref[FlatParameters], place: int) -> bool:
 
 
 def another_dtype(parameters: Sequence[str]) -> PlanError:
-    """For parameters that cannot lie in a bucket any longer."""
+    """Builds the error for parameters that cannot lie in a bucket any longer."""
     return PlanError(
         "parallelize",
         "parameters were given another dtype or device than the flat bucket, which they share, can have",
@@ -401,11 +402,11 @@ def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _is_beside_host(device: torch.device) -> bool:
-    """Whether the host's memory is another than the device's."""
+    """True if the host's memory is another than the device's."""
     return device.type != "cpu"
 
 
 def _may_lie_on_host(device: torch.device) -> bool:
-    """Whether a parameter may be pointed at memory of the device and of the host in turn, as torch has it for CUDA."""
+    """True if a parameter may be pointed at memory of the device and of the host in turn, as torch has it for CUDA."""
     there = torch.empty(0, device=device)
     return device.type == "meta" or _has_compatible_shallow_copy_type(there, torch.empty(0))

@@ -36,7 +36,7 @@ class GradientReductions:
         self._sent = 0
 
     def look_at(self, units: Sequence[FSDPUnit], apart: Sequence[Bucket]) -> None:
-        """From here on these are summed.
+        """Sums these from here on.
 
         Arguments:
             units: of a model, the root last.

@@ -27,7 +27,7 @@ class RunningReduction:
 
     @property
     def nbytes(self) -> int:
-        """Of the gradients that it holds while it is under way."""
+        """Bytes of the gradients that it holds while it is under way."""
         return 0 if self.running is None else self.bucket.packing.total * self.bucket.reduce.itemsize
 
     def advance(self) -> None:
@@ -43,7 +43,8 @@ class RunningReduction:
 
 
 def newest(reductions: Sequence[RunningReduction], room: int | None) -> int:
-    """How many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that bounds."""
+    """Returns how many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that
+    bounds."""
     count = 0
     for reduction in reductions[: -MOST - 1 : -1]:
         room = None if room is None else room - reduction.nbytes
@@ -54,7 +55,8 @@ def newest(reductions: Sequence[RunningReduction], room: int | None) -> int:
 
 
 class Usage:
-    """Which parameters any rank used in a backward: a small all-gather, started when made, read only if need be.
+    """Finds the parameters that any rank used in a backward: a small all-gather, started when made, read only if need
+    be.
 
     Arguments: all reductions of the backward, in the same order on all ranks.
     """
@@ -105,7 +107,7 @@ _kept = lru_cache(maxsize=64)(_made)
 
 
 class HeldAlone:
-    """Of parameters that some ranks hold alone, whether they have a gradient: all ranks must see the same ones.
+    """Exchanges whether parameters that some ranks hold alone have a gradient: all ranks must see the same ones.
 
     What sums norms over `parameters()`, or counts steps, would otherwise meet other parameters on every rank.
     """

@@ -24,7 +24,7 @@ _set_data = Tensor.data.__set__
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the buckets of a model are shared.
+    """Settings by which the buckets of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (`Plan.zero_axis`); None without one.
     compute, reduce, sent: see `Precision`, None for the parameters' own.
@@ -121,7 +121,7 @@ class ShardedParameter:
         self.lender.lend(view, self, self.where(view))
 
     def where(self, tensor: Tensor) -> Held:
-        """Where a tensor that was made of the parameter lies."""
+        """Tells where a tensor that was made of the parameter lies."""
         with local_only():
             place = tensor.untyped_storage()._cdata
             if place == self.shard.untyped_storage()._cdata:
@@ -182,8 +182,8 @@ class ShardedParameter:
         parameter._layout = self.shown[unsharded]
 
     def choose_shown(self) -> None:
-        """What is at rest apart is untracked, so that what computes with it asks for `read`. Views are watched where
-        one may be a copy, or lie in memory that does not stay."""
+        """Chooses the layouts to show: a shard at rest apart is untracked, so that whoever computes with it asks for
+        `read`. Views are watched where one may be a copy, or lie in memory that does not stay."""
         rest = self.shard_layout.untracked if self.is_separate else self.shard_layout
         cut = any(size > 1 and state.is_sharded for size, state in zip(rest.mesh.sizes, self.full_layout.states))
         self.shown = (rest.watched, self.full_layout.watched) if self.is_separate or cut else (rest, self.full_layout)
@@ -234,7 +234,7 @@ class ShardedParameter:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the parameter's memory is another than the bucket's: replaced, or exchanged with a tensor's."""
+        """True if the parameter's memory is another than the bucket's: replaced, or exchanged with a tensor's."""
         return self.is_away or self.parameter.__dict__.get("_owner") is not self
 
     def take_back(self, may_be_part: bool) -> tuple[Tensor, bool]:

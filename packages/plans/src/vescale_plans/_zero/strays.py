@@ -62,7 +62,7 @@ class Strays:
         self._calls.append(call)
 
     def forget(self) -> None:
-        """Of parameters that have changed no earlier graph is of use."""
+        """Forgets the earlier graphs: they are of no use once parameters have changed."""
         self._calls.clear()
 
     def look(self, nodes: Sequence[Node]) -> None:

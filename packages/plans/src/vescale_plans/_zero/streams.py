@@ -1,4 +1,4 @@
-"""Whose work a bucket's memory is, on an accelerator: autograd adds a gradient on the stream that its parameter was
+"""Owns a bucket's memory by stream, on an accelerator: autograd adds a gradient on the stream that its parameter was
 first used on, which is one for all, unless a loop has streams of its own."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Streams:
-    """Those that have written to a tensor which the stream of now has made."""
+    """Streams that have written to a tensor which the current stream has made."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

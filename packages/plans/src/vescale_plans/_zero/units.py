@@ -62,7 +62,7 @@ class FSDPUnit:
 
     @property
     def nbytes(self) -> int:
-        """Of what is gathered for it."""
+        """Bytes that are gathered for it."""
         return sum(bucket.packing.total * bucket.compute.itemsize for bucket in self.unsharded)
 
     def start_unshard(self) -> None:
@@ -102,7 +102,7 @@ class FSDPUnit:
 
     @property
     def is_begun(self) -> bool:
-        """Whether some of its gradients are there, summed or not."""
+        """True if some of its gradients are there, summed or not."""
         return any(bucket.filled or bucket.started for bucket in self.reduced)
 
     def complete(self, one_by_one: bool) -> list[Bucket]:
@@ -177,7 +177,8 @@ def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:
 
 
 def _key(parameter: DTensor) -> tuple:
-    """What parameters of one bucket have in common: the axes over which their gradients are partial, and more."""
+    """Returns the properties that parameters of one bucket share: the axes over which their gradients are partial, and
+    more."""
     layout = parameter.mesh_layout
     states = layout.gradient.states
     axes = tuple(a for a, state in enumerate(states) if state is PARTIAL and layout.mesh.sizes[a] > 1)
@@ -203,7 +204,7 @@ def _buckets(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[s
 
 
 def _bytes(named: list[tuple[str, DTensor]]) -> int:
-    """Of a rank's shards on average: ranks must cut alike, though they may hold different amounts."""
+    """Bytes of a rank's shards on average: ranks must cut alike, though they may hold different amounts."""
     total = 0
     for _, parameter in named:
         layout = parameter.mesh_layout

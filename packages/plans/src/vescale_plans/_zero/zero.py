@@ -198,7 +198,7 @@ class DataParallel:
 
     @property
     def runs_hooks(self) -> bool:
-        """Whether users' hooks on gradients run now, with parameters at rest already."""
+        """True if users' hooks on gradients run now, with parameters at rest already."""
         return any(bucket.runs_hooks for unit in self.units for bucket in unit.buckets)
 
     def rest(self) -> None:
@@ -227,7 +227,7 @@ class DataParallel:
         return self._params.get(parameter)
 
     def on_host(self) -> list[Tensor]:
-        """What of the buckets lies on the host: offloaded shards, or their copies, and where gradients arrive."""
+        """The buckets' memory on the host: offloaded shards, or their copies, and where gradients arrive."""
         buckets = [bucket for unit in self.units for bucket in unit.buckets]
         params = [param for bucket in buckets for param in bucket.params if param.arriving is not None]
         shards = [bucket.shard for bucket in buckets if bucket.hosted]
@@ -464,7 +464,7 @@ class DataParallel:
 
 
 def _is_checkpointed(inputs: Any) -> bool:
-    """Whether a call that makes no graph, in a forward that does, is a reentrant checkpoint's first pass: it is given
+    """True if a call that makes no graph, in a forward that does, is a reentrant checkpoint's first pass: it is given
     what the graph goes on from."""
     with local_only():
         return any(value_of(tensor).requires_grad for tensor in tensors_in(inputs))

@@ -1,4 +1,4 @@
-"""Which rows of a global batch are this rank's, and the DTensors of what they were collated to."""
+"""Cuts this rank's rows from a global batch, and makes DTensors of what they were collated to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY_ROW = {
 
 
 def is_by_row(collate: Any) -> bool:
-    """Whether a collate function is known to make of a part of the samples that part of the batch."""
+    """True if a collate function is known to make of a part of the samples that part of the batch."""
     while (inner := getattr(collate, "data_collator", None)) is not None:  # transformers' wrapper, which drops columns
         collate = inner
     kind = collate if hasattr(collate, "__qualname__") else type(collate)
@@ -42,7 +42,7 @@ class Cut:
         self.is_whole = all(self.mesh.sizes[self.mesh.axis(name)] == 1 for name in plan.data_axes)
 
     def rows(self, count: int) -> tuple[int, int] | None:
-        """(start, stop) of this rank's rows; None where some rank would have none."""
+        """(start, stop) of this rank's rows; None if some rank would have none."""
         states = canonical_states("vescale.loader", self.plan.batch_placements, self.mesh, (count,))
         layout = layout_of(self.mesh, states, (count,))
         last = tuple(size - 1 for size in self.mesh.sizes)

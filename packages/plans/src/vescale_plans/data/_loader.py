@@ -146,7 +146,7 @@ class Loader(DataLoader):
         return [one for one in self._generators() if one is not torch.default_generator]
 
     def _generators(self) -> list[torch.Generator]:
-        """What the order of samples may be drawn from."""
+        """Generators that the order of samples may be drawn from."""
         batches = self._given.batch_sampler
         samplers = (self._given, self._given.sampler, batches, getattr(batches, "sampler", None))
         held = (*(getattr(one, "generator", None) for one in samplers), torch.default_generator)
@@ -172,7 +172,7 @@ class Loader(DataLoader):
 
 
 def _options(loader: DataLoader) -> dict[str, Any]:
-    """What a DataLoader is made with, beside its dataset, samplers and batches."""
+    """Options that a DataLoader is made with, beside its dataset, samplers and batches."""
     names = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor"
     names += " persistent_workers pin_memory_device in_order"
     return {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}

@@ -1,1 +1,1 @@
-"""What `parallelize` puts on the modules of a model, how that is put on a copy, and how it is taken off."""
+"""Installs `parallelize`'s parts on the modules of a model and on copies, and takes them off."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vescale_dtensor.engine import local_only
 
 Hooks = tuple[dict[int, Callable] | None, dict[int, Callable] | None]
-"""Of a gradient that is computed, and that was accumulated, by the numbers of their handles."""
+"""Hooks of a gradient that is computed, and that was accumulated, by the numbers of their handles."""
 
 
 def hooks_of(parameter: nn.Parameter) -> Hooks:

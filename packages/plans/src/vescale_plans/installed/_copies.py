@@ -33,7 +33,7 @@ _COPIER = "__deepcopy__"
 
 
 class Copier:
-    """What a module of a parallelized model answers `copy.deepcopy` with, as an attribute of the object."""
+    """Answers `copy.deepcopy` for a module of a parallelized model, as an attribute of the object."""
 
     def __init__(self, root: nn.Module, module: nn.Module) -> None:
         self.root, self._module = root, module
@@ -54,7 +54,7 @@ class Copier:
 
 
 def may_be_copied(model: nn.Module) -> None:
-    """From now on `copy.deepcopy` of the model, and of its modules, gives parallelized models."""
+    """Lets `copy.deepcopy` of the model, and of its modules, give parallelized models from now on."""
     for module in model.modules():
         held = module.__dict__
         if _COPIER not in held:
@@ -107,7 +107,8 @@ _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 def _put_behind(module: nn.Module, copied: nn.Module) -> None:
-    """In the copy, too, hooks that users registered after `parallelize` run after this library's."""
+    """Keeps the order of hooks in the copy: those that users registered after `parallelize` run after this
+    library's."""
     for name in _HOOKS:
         hooks = getattr(module, name)
         mine = [id_ for id_, hook in hooks.items() if is_ours(hook)]

@@ -1,5 +1,5 @@
-"""What of a plan is done to one model's modules, by name: a value, so that a copy of the model, or of a part of it, can
-have the same done to it."""
+"""The part of a plan that is done to one model's modules, by name: a value, so that a copy of the model, or of a part
+of it, can have the same done to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..plan import Boundary, Plan
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a model whose parameters are on the mesh; names are those of its modules."""
+    """Recipe for a model whose parameters are on the mesh; names are those of its modules."""
 
     plan: Plan
     device_mesh: DeviceMesh
@@ -46,7 +46,7 @@ class Recipe:
     loss_fn: LossFn | None = None
 
     def below(self, name: str) -> Recipe:
-        """For that one of the model's modules, as a model of its own."""
+        """Returns the recipe of one of the model's modules, as a model of its own."""
         if not name:
             return self
         experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name), self.experts.axis)
@@ -58,7 +58,7 @@ class Recipe:
         )  # fmt: skip
 
     def among(self, model: nn.Module) -> Recipe:
-        """For those of the modules that the model has still."""
+        """Returns the recipe of those of the modules that the model has still."""
         names = {name for name, _ in model.named_modules()}
 
         def kept(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,20 +72,20 @@ class Recipe:
 
 
 def _below(named: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What concerns a module and those inside it, by their names in it."""
+    """Returns the entries of a module and those inside it, by their names in it."""
     return {one.removeprefix(name).removeprefix("."): value for one, value in named.items()
             if f"{one}.".startswith(f"{name}.")}  # fmt: skip
 
 
 def _inside(decided: Mapping[str, bool], name: str) -> dict[str, bool]:
-    """What holds in a module, and in those inside it, by their names in it."""
+    """Returns the decisions for a module and those inside it, by their names in it."""
     around = [decided[one] for one in decided if f"{name}.".startswith(f"{one}.")]
     return ({"": around[-1]} if around else {}) | _below(decided, name)
 
 
 class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts, and where its
-    activations are, if they are offloaded."""
+    """State of a parallelized model: the plan, the mesh, its buffers, the loss, the experts, and where its activations
+    are, if they are offloaded."""
 
     def __init__(
         self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBoundary | ListBoundary], host: Host | None
@@ -152,7 +152,7 @@ def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
-    """How the plan shares buffers over the mesh."""
+    """Returns the plan's way of sharing buffers over the mesh."""
     lead = mesh.axis(plan.zero_axis) if plan.zero_axis is not None else None
     dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
     return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes, plan.sums)

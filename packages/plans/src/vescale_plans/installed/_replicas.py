@@ -1,4 +1,4 @@
-"""Whether replicas of a parameter are still alike: who writes a weight on one rank alone hears of it.
+"""Checks that replicas of a parameter are still alike: code that writes a weight on one rank alone gets an error.
 
 An element that one rank alone holds (a shard over tensor-parallel ranks, a part under ZeRO-3) has no replica, so that
 what is written to it by its owner alone is a value like any other: `vescale.compare` of two runs finds that.
@@ -62,7 +62,7 @@ def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
 
 
 def _sums(parameters: Sequence[DTensor]) -> list[int]:
-    """Of each parameter's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
+    """Sums each parameter's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
     made: dict[torch.device, list[tuple[int, Tensor]]] = {}
     with torch.no_grad(), local_only():
         for at, parameter in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""What a model's first step sends against what its plan's cut weights need: a word in the log, where it is too much.
+"""Compares a first step's traffic with what the plan's cut weights need: a word in the log, if it is too much.
 
 Counted are the collectives of the first forward and those of its backward, but for gradient syncs and gathers of
 sharded parameters; a loss outside of the model is not seen. After the first step nothing of this is left on the model.
@@ -61,7 +61,7 @@ class FirstStep:
             self._say(backward=False)
 
     def _begin_backward(self, gradients: Any) -> None:
-        """At the first gradient of what the model gave."""
+        """Begins at the first gradient of what the model gave."""
         for hook in self._hooks:
             hook.remove()
         self._open.enter_context(watched(self._hear, _nothing))

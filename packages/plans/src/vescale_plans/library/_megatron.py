@@ -10,20 +10,20 @@ from ..plan import Placements
 
 
 class Megatron(NamedTuple):
-    """What the plan of a decoder is written with.
+    """Placements that the plan of a decoder is written with.
 
     Communication per block and direction over the tensor axis: two all-reduces, or
     with sequence parallelism two all-gathers and two reduce-scatters.
     """
 
     columns: Placements
-    """Of a weight [out, in] or bias [out] whose outputs are spread over the axis."""
+    """Placements of a weight [out, in] or bias [out] whose outputs are spread over the axis."""
     rows: Placements
-    """Of a weight [out, in] whose inputs are spread over the axis."""
+    """Placements of a weight [out, in] whose inputs are spread over the axis."""
     whole: Placements
-    """Of activations that enter a column-sharded layer."""
+    """Placements of activations that enter a column-sharded layer."""
     stream: Placements
-    """Of the residual stream between blocks, [batch, position, channel]."""
+    """Placements of the residual stream between blocks, [batch, position, channel]."""
 
 
 def megatron(axis: str, sequence_parallel: bool) -> Megatron:

@@ -12,7 +12,7 @@ from .structure import Structure
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
 COUNTS = (*AXES, "microbatches", "virtual")
-"""Of which there is one at least: to forbid them is to forbid more."""
+"""Degrees that are at least one: to forbid one is to forbid more."""
 PINNABLE = (*COUNTS, "zero", "sp", "checkpointing", "inside", "offload")
 VIRTUAL = (2, 3, 4)
 """Interleaved stages per rank that are tried: as many as runs were published with. More save little of the bubble, and
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """Of the whole mesh."""
+        """Ranks of the whole mesh."""
         return self.pp * self.replicas * self.tp
 
     @property
@@ -182,13 +182,13 @@ def _all(
 
 
 def meets_in_attention(structure: Structure) -> bool:
-    """Whether positions, dim 1 of what enters, meet there and nowhere else."""
+    """True if positions, dim 1 of the input, meet in attention and nowhere else."""
     meets = any(group.positions_meet for group in structure.groups)
     return structure.position_dim == 1 and meets and not structure.mixers
 
 
 def _context_degrees(structure: Structure, ranks: int, seq: int | None, pinned: int | None) -> list[int]:
-    """Of the context axis, among so many ranks: 1 alone where positions meet elsewhere than in attention."""
+    """Degrees of the context axis, among so many ranks: 1 alone if positions meet elsewhere than in attention."""
     cuts = meets_in_attention(structure)
     most = (seq or 1) if pinned else (seq or 1) // LEAST_POSITIONS
     found = [1, *(d for d in range(2, min(ranks, most) + 1) if ranks % d == 0 and (seq or 1) % d == 0 and cuts)]
@@ -196,7 +196,7 @@ def _context_degrees(structure: Structure, ranks: int, seq: int | None, pinned: 
 
 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:
-    """That have as many rows each, also of a batch of which ranks have unequal parts."""
+    """Returns counts of microbatches with as many rows each, also of a batch of which ranks have unequal parts."""
     found = [m for m in divisors(local_batch) if batch % m == 0]
     return found if pp == 1 else [m for m in found if m >= pp] or found[-1:]
 

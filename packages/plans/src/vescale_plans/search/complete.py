@@ -88,7 +88,8 @@ def _astray(group: Group, split: Mapping[str, Cut], ranks: int) -> Iterator[str]
 
 
 def _beside(plan: PlanFields, name: str, output: Mapping[str, Placement]) -> Boundary | None:
-    """What the plan says of the module, and `output` for the axes of which it says nothing; None adds nothing."""
+    """Returns the plan's boundary for the module, with `output` for the axes of which it says nothing; None adds
+    nothing."""
     glob = first_match(plan.boundaries, name)
     said = plan.boundaries[glob] if glob is not None else Boundary()
     if all(axis in said.output for axis in output):

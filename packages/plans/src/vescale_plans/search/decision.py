@@ -1,4 +1,4 @@
-"""What a decision means, in the field's terms: throughput, utilisation, time with its band, where axes lie, schedule.
+"""A decision in the field's terms: throughput, utilisation, time with its band, where axes lie, schedule.
 
 One list of rows, which text and page both print, and what another choice would have lost.
 """
@@ -32,7 +32,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """With a unit that suits it."""
+    """Formats seconds with a unit that suits them."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.4g} {unit}"
@@ -86,7 +86,7 @@ def headroom(request: Request, size: float) -> str:
 
 
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
-    """Where each axis lies: its ranks' distance, and whether a group of it has ranks in two nodes."""
+    """Yields each axis's place: its ranks' distance, and whether a group of it has ranks in two nodes."""
     hardware, stride = request.hardware.joining(candidate.ranks), 1
     sizes = {
         "tp": candidate.tp, "cp": candidate.cp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep,
@@ -138,7 +138,7 @@ class Against:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """What the other takes more of, in seconds (less is negative), the most first."""
+        """Terms of which the other takes more, in seconds (less is negative), the most first."""
         own, best = asdict(self.other.cost), asdict(self.chosen.cost)
         changes = ((name, own[name] - best[name]) for name in own)
         return tuple(sorted(((name, more) for name, more in changes if more), key=lambda one: -one[1]))
@@ -179,7 +179,7 @@ def against(request: Request, chosen: Estimate, pin: Mapping[str, Any]) -> Again
 
 
 def _lightest(request: Request, legal: list[Candidate]) -> Estimate:
-    """Of candidates that do not fit, the one that needs the least."""
+    """Returns the candidate that needs the least, of those that do not fit."""
     pricer = Pricer(replace(request, limit=inf))
     held = ((memory.total, one) for one in legal if (memory := pricer.least(one)) is not None)
     _, candidate = min(held, default=(0, legal[0]))

@@ -1,4 +1,4 @@
-"""Why a plan was chosen: the next best, what binds each of them, and why every block is as it is."""
+"""Explains the choice of a plan: the next best, what binds each of them, and why every block is as it is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockReason:
 
 @dataclass(frozen=True)
 class Explanation(Weighed):
-    """What `generate_plan` weighed. Prints as tables, in a rich console too."""
+    """All that `generate_plan` weighed. Prints as tables, in a rich console too."""
 
     @cached_property
     def blocks(self) -> tuple[BlockReason, ...]:
@@ -79,7 +79,7 @@ class Explanation(Weighed):
     # -------------------------------------------------------------------- text
 
     def against(self, pin: Mapping[str, Any]) -> Against:
-        """What {"tp": 8}, or any other settings as in `pin`, would have cost, and where it loses; prints as lines.
+        """Prices {"tp": 8}, or any other settings as in `pin`, and says where they lose; prints as lines.
 
         Raises InfeasibleError where no candidate has them, PlanError for a name that is none.
         """
@@ -159,5 +159,5 @@ def _leaf(name: str) -> str:
 
 
 def _gib(size: float, digits: int) -> str:
-    """In GiB; what is little, by its first digits."""
+    """Formats GiB; small amounts by their first digits."""
     return f"{size / GIB:.{digits}f}" if size >= GIB / 20 else f"{size / GIB:.2g}"

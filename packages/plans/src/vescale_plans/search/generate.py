@@ -195,7 +195,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of most of the model's parameters; float32 without any."""
+    """Returns the dtype of most of the model's parameters; float32 without any."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -225,9 +225,9 @@ def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runn
 
 
 def _shortened(plan: Plan, model: nn.Module, batch: Any, count: int) -> tuple[Plan, nn.Module, Any]:
-    """With fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in flight as ever,
-    interleaved with three for each rank; each further one adds what is alike of all: what was sent is held to the end
-    of the call."""
+    """Shortens a step to fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in
+    flight as ever, interleaved with three for each rank; each further one adds what is alike of all: what was sent is
+    held to the end of the call."""
     rows = next((one.shape[0] for one in tree_iter(batch) if isinstance(one, torch.Tensor) and one.ndim), 0)
     kept = rows // plan.pipeline.microbatches * count
 
@@ -301,8 +301,8 @@ def _again(structure: Structure, inside: Sequence[str], blocks: Sequence[str]) -
 
 
 def _kept_full(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:
-    """What a plan says of its experts, which every rank of the data axis has: rows stay where they are, and each rank
-    computes its own. Of experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
+    """Keeps experts whole on the data axes, so that rows stay where they are, and each rank computes its own. Of
+    experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
     stacked = {name for one in structure.experts for name in one.parameters}
     said = {
         name: {**_said(parameters, name), axis: Replicate()} if name in stacked else None for name in structure.shapes
@@ -337,7 +337,7 @@ def _precedes(structure: Structure, one: str, other: str) -> bool:
 
 
 def _evenly(structure: Structure, stages: int) -> tuple[str, ...]:
-    """Where stages begin, with blocks dealt out evenly."""
+    """Returns the beginnings of stages, with blocks dealt out evenly."""
     points = structure.cut_points
     blocks = len(points) + 1
     return tuple(points[(at * blocks) // stages - 1] for at in range(1, stages))

@@ -1,4 +1,4 @@
-"""What a step holds on to, as numbers: bytes of activations per position, and the worst moments of a step."""
+"""Memory of a step as numbers: bytes of activations per position, and the worst moments of a step."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Holding:
-    """Of a model: its blocks by name, and the worst moments of what is held beyond what they keep, between the last
-    block's forward and its backward, and after the first block's backward."""
+    """Memory of a model: its blocks by name, and the worst moments beyond what they keep, between the last block's
+    forward and its backward, and after the first block's backward."""
 
     blocks: Mapping[str, Block]
     loss: tuple[Amount, ...]

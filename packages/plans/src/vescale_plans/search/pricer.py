@@ -21,7 +21,7 @@ from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
 
 ROUNDING = 1e-9
-"""Of a bound, so that sums in another order do not lie above what they bound."""
+"""Slack of a bound, so that sums in another order do not lie above what they bound."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is wanted for, see `generate_plan`; `limit` is in bytes of one rank, `dtype` what it computes in."""
+    """A request for a plan, see `generate_plan`; `limit` is in bytes of one rank, `dtype` what it computes in."""
 
     structure: Structure
     world_size: int
@@ -68,12 +68,12 @@ class Request:
         return list(candidates(self.structure, world, rows, seq=self.seq, pin=self.pin, forbid=self.forbid))
 
     def any(self, world_size: int) -> bool:
-        """Whether there is one for that many ranks."""
+        """True if there is a candidate for that many ranks."""
         found = candidates(self.structure, world_size, self.batch, seq=self.seq, pin=self.pin, forbid=self.forbid)
         return next(found, None) is not None
 
     def offloading(self) -> Request | None:
-        """The same with states on the host; None where that is said already, forbidden, or the host is the device."""
+        """The same with states on the host; None if that is said already, forbidden, or the host is the device."""
         said = "offload" in (self.pin or {}) or "offload" in self.forbid
         if said or self.hardware.host_link is None:
             return None
@@ -103,19 +103,19 @@ class Pricer:
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
 
     def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
-        """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
+        """Estimates in closed form, with blocks dealt out evenly; all of them computed again if the candidate may."""
         asked, sizes = self.request, self._sizes_at(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         return Estimate(candidate, self._rough(candidate, batch), memory_of(sizes, *shape))
 
     def _rough(self, candidate: Candidate, batch: int | None = None) -> Cost:
-        """With blocks dealt out evenly."""
+        """Prices with blocks dealt out evenly."""
         asked, sizes = self.request, self._sizes_at(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         return cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
-        """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
+        """Memory of the fullest rank with blocks dealt out evenly, all computed again that may be; None if that is no
         cut."""
         found = self.cutter(candidate, inf, whole=True, batch=batch).even()
         return None if found is None else self._memory(candidate, found, batch)
@@ -123,7 +123,7 @@ class Pricer:
     def cutter(
         self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None
     ) -> Cutter | Interleaved:
-        """For the parts of the model under a candidate; `whole` computes every block again, if any."""
+        """Returns the cutter of the model's parts under a candidate; `whole` computes every block again, if any."""
         again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
         parts, one = self._priced(candidate, batch), candidate
         if one.virtual > 1:
@@ -131,8 +131,8 @@ class Pricer:
         return Cutter(parts, one.pp, one.microbatches, limit, again)
 
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
-        """With the best cut, and the fewest blocks computed again, all of them or the modules that are the fastest;
-        None where nothing fits in `below` seconds."""
+        """Prices the best cut with the fewest blocks computed again, all of them or the modules that are the fastest;
+        None if nothing fits in `below` seconds."""
         best = None
         for way in ways(self.request.structure, candidate, self.request.pin, self.request.forbid):
             if (found := self._cut(way, whole, below)) is not None:
@@ -144,7 +144,7 @@ class Pricer:
         return best
 
     def _cut(self, candidate: Candidate, whole: bool, below: float) -> Estimate | None:
-        """Of a candidate of which it is said what is computed again."""
+        """Cuts a candidate that says what is computed again."""
         limit = self.request.limit - self._working(candidate)
         if self._least_held(candidate) > limit * candidate.pp:
             return None
@@ -181,7 +181,7 @@ class Pricer:
         return bound
 
     def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
-        """Of the whole model, and of each kind of part."""
+        """Passes of the whole model, and of each kind of part."""
         asked = self.request
         rows = batch or asked.batch
         key = (*self._axes(candidate), positions_of(candidate, rows, asked.seq))
@@ -223,12 +223,12 @@ class Pricer:
         return self._again[key]
 
     def _axes(self, candidate: Candidate) -> tuple:
-        """What, with positions, decides on the passes of parts."""
+        """Returns the key that, with positions, decides on the passes of parts."""
         degrees = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
         return (*degrees, self._staged(candidate))
 
     def _staged(self, candidate: Candidate) -> bool:
-        """Whether several stages may hold one parameter."""
+        """True if several stages may hold one parameter."""
         return self._shared and candidate.pp > 1
 
     def _kinds(self, candidate: Candidate) -> tuple[list[Sizes], list[int], Counter[int]]:
@@ -299,7 +299,7 @@ class Pricer:
         return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
 
     def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
-        """Of the fullest rank of a cut, by kind."""
+        """Memory of the fullest rank of a cut, by kind."""
         kinds, of, _ = self._kinds(candidate)
         hardware = self.request.hardware.joining(candidate.ranks)
         shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
@@ -322,7 +322,7 @@ def _but_again(one: Candidate) -> tuple:
 
 
 def _apart(cost: Cost, candidate: Candidate) -> float:
-    """What of a step's seconds no cut changes: data parallelism, the optimizer, transfers between stages."""
+    """Seconds of a step that no cut changes: data parallelism, the optimizer, transfers between stages."""
     return cost.total - cost.busy - _bubble(cost, candidate)
 
 

@@ -15,7 +15,7 @@ from .refusals import nothing_legal, over_memory_by_formula
 from .structure import Structure
 
 MARGIN = 0.94
-"""Of a device's memory that a plan may fill: the allocator and the communication library want the rest."""
+"""Share of a device's memory that a plan may fill: the allocator and the communication library want the rest."""
 KEPT = 6
 """Estimates that are made exactly: the choice, and the next five."""
 

@@ -103,7 +103,7 @@ def over_memory_in_dry_run(request: Request, demoted: Sequence[tuple[Candidate, 
 
 
 def written(size: int) -> str:
-    """At least so many bytes, as a person would write them: `round(46.4 * 2**30)`."""
+    """Formats at least so many bytes, as a person would write them: `round(46.4 * 2**30)`."""
     unit = next((unit for unit in (30, 20, 10) if size >= 1 << unit), 0)
     digits = 3 - len(str(size >> unit))
     scaled = ceil(size / (1 << unit) * 10**digits) / 10**digits

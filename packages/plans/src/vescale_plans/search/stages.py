@@ -114,11 +114,11 @@ class Stages:
         return (self.total - self.longest) / self.virtual
 
     def seconds(self, microbatches: int) -> float:
-        """Of one step, transfers aside."""
+        """Seconds of one step, transfers aside."""
         return self.total / self.virtual + (microbatches - 1 / self.virtual) * self.longest
 
     def held(self, parts: int) -> list[int]:
-        """Of so many parts, those of the fullest rank."""
+        """Returns the parts of the fullest rank, of so many."""
         bounds, ranks = [*self.starts, parts], len(self.starts) // self.virtual
         stages = range(self.fullest, len(self.starts), ranks)
         return [at for stage in stages for at in range(*bounds[stage : stage + 2])]
@@ -140,7 +140,8 @@ def ahead(ranks: int, virtual: int, rank: int) -> int:
 
 @lru_cache(maxsize=4096)
 def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
-    """Those of a rank that may be the fullest; with several stages per rank, microbatches are whole rounds of `ranks`.
+    """Returns the moments at which a rank may be the fullest; with several stages per rank, microbatches are whole
+    rounds of `ranks`.
 
     The rank runs `ahead`, and then a backward follows each forward, as long as there are any: which stages these are of
     repeats itself with every `ranks * virtual`, and what is kept grows or falls evenly where neither changes its stage.
@@ -153,7 +154,7 @@ def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Mom
     befores = {at for turn in turns for at in (turn - 1, turn, turn + 1)}
 
     def done(count: int, place: int) -> int:
-        """Of the first `count` forwards, or backwards, those of the stage that comes at this place."""
+        """Counts a stage's share of the first `count` forwards, or backwards, by its place."""
         laps, rest = divmod(count, lap)
         return laps * ranks + min(ranks, max(0, rest - place * ranks))
 
@@ -168,14 +169,14 @@ def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Mom
 
 
 def _is_within(one: Moment, other: Moment) -> bool:
-    """Whether nothing is held at the one that is not at the other, which is another."""
+    """True if one holds nothing that the other, a different one, does not."""
     if one == other or one.stage != other.stage:
         return False
     return all(map(le, one.flight, other.flight)) and all(map(le, one.summed, other.summed))
 
 
 def held_at(loads: Sequence[Load], among: Sequence[Moment]) -> Iterator[Total]:
-    """What a rank with these stages holds when backwards begin and when they end, beyond what is static."""
+    """Yields what a rank with these stages holds when backwards begin and when they end, beyond what is static."""
     for flight, summed, stage in among:
         one, kept, gradients = loads[stage], 0, 0
         for load, count, there in zip(loads, flight, summed):
@@ -219,7 +220,7 @@ class Cutter:
         self._known: dict[tuple[int, int, int], _Stage | None] = {}
 
     def best(self, below: float = inf) -> Stages | None:
-        """The fastest cut that fits; None where none does in at most `below` seconds a step."""
+        """The fastest cut that fits; None if none does in at most `below` seconds a step."""
         size = len(self.parts)
         even = self.even()
         best = min(below, inf if even is None else even.seconds(self.microbatches)) * (1 + 1e-12)
@@ -250,17 +251,17 @@ class Cutter:
         return self.made(starts)
 
     def _beyond(self, longest: float, best: float) -> bool:
-        """Whether a cut with a stage that long takes more than `best`."""
+        """True if a cut with a stage that long takes more than `best`."""
         return self._time[-1] + (self.microbatches - 1) * longest > best
 
     def even(self) -> Stages | None:
-        """Parts dealt out evenly; None where that is no cut, or does not fit."""
+        """Parts dealt out evenly; None if that is no cut, or does not fit."""
         size = len(self.parts)
         starts = tuple(number * size // self.count for number in range(self.count))
         return self.made(starts)
 
     def made(self, starts: Sequence[int]) -> Stages | None:
-        """The cut at these parts, with the least that is computed again; None where it is none, or does not fit."""
+        """The cut at these parts, with the least that is computed again; None if it is none, or does not fit."""
         bounds = [*starts, len(self.parts)]
         if len(set(bounds)) < len(bounds) or not all(self.parts[start].cuttable for start in starts[1:]):
             return None
@@ -283,7 +284,7 @@ class Cutter:
         )
 
     def stage(self, number: int, start: int, stop: int) -> _Stage | None:
-        """Stage `number` of the parts [start, stop), with the least computed again; None where it does not fit."""
+        """Stage `number` of the parts [start, stop), with the least computed again; None if it does not fit."""
         flight = min(self.microbatches, ahead(self.count, 1, number))
         key = (flight, start, stop)
         if key not in self._known:
@@ -320,7 +321,7 @@ class Cutter:
 
     @staticmethod
     def _chosen(counts: Mapping[tuple[float, int], int], wanted: float) -> Mapping[tuple[float, int], int] | None:
-        """How many of each kind are computed again to save `wanted` bytes, in the least time."""
+        """Returns how many of each kind are computed again to save `wanted` bytes, in the least time."""
         if sum(less * number for (_, less), number in counts.items()) < wanted:
             return None
         *others, (extra, less) = counts
@@ -337,14 +338,15 @@ class Cutter:
         return {kind: number for kind, number in best[1].items() if number}
 
     def _stops(self, start: int, number: int) -> Iterator[int]:
-        """Where stage `number` that begins at `start` may end, leaving a start for each later one; nearest first."""
+        """Yields the ends of stage `number` that begins at `start`, leaving a start for each later one; nearest
+        first."""
         for stop in range(start + 1, len(self.parts)):
             if self.parts[stop].cuttable and self._starts[stop] >= self.count - number - 2:
                 yield stop
 
 
 def _front(ways: list[tuple[float, float, tuple[int, ...]]]) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Those that no other one is at least as good as, in both times."""
+    """Returns the ways that no other one is at least as good as, in both times."""
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for way in sorted(ways):
         if not kept or way[1] < kept[-1][1]:

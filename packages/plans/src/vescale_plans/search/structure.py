@@ -15,9 +15,9 @@ from vescale_dtensor import InterleavedShard, Placement, Shard
 from .held import Holding
 
 LEAST_SAVED = 0.02
-"""Of what a block keeps, from which on a module inside is worth computing again."""
+"""Share of what a block keeps, from which on a module inside is worth computing again."""
 USUAL_POSITIONS = 4096
-"""Of a row, where modules are told apart by what they keep."""
+"""Positions of a row at which modules are compared by what they keep."""
 MOST_HEAVY = 2
 """Modules with matrices that are tried: attention and what follows it."""
 Span = tuple[int, int]
@@ -26,9 +26,9 @@ Span = tuple[int, int]
 
 @cache
 def cut_of(size: int, spans: tuple[Span, ...], features: int, degree: int, dim: int) -> Placement | None:
-    """How `size` features along `dim` are cut in `degree` parts, so that every part reaches its own part of a sink's
+    """Cuts `size` features along `dim` in `degree` parts, so that every part reaches its own part of a sink's
     `features` alone: in one piece, in the fewest equal segments that are cut alike (queries, keys and values of as many
-    heads), or in chunks that are dealt out (of fewer keys than queries); None where no such cut gives all as many.
+    heads), or in chunks that are dealt out (of fewer keys than queries); None if no such cut gives all as many.
 
     Arguments:
         spans: per unit of the features, what it reaches.
@@ -60,7 +60,7 @@ def _owners(spans: tuple[Span, ...], part: int) -> list[int | None] | None:
 
 
 def _dealt_out(owners: list[int | None], degree: int) -> tuple[int, ...] | None:
-    """Whose each of the fewest equal chunks is; None where parts have not as many units each."""
+    """Returns the owner of each of the fewest equal chunks; None if parts have not as many units each."""
     known = next(owner for owner in owners if owner is not None)
     whose = [known := known if owner is None else owner for owner in owners]
     if any(whose.count(part) * degree != len(whose) for part in range(degree)):
@@ -137,7 +137,7 @@ class Group:
         return tuple(d for d in range(2, most + 1) if self.features % d == 0 and self.split(d))
 
     def split(self, degree: int) -> dict[str, tuple[Source, Placement]]:
-        """Parameter -> how its out features are cut; empty where the group cannot be split by `degree`.
+        """Parameter -> how its out features are cut; empty if the group cannot be split by `degree`.
 
         A source of fewer features than the sink, which share it (keys and values of grouped heads), stays whole
         where it cannot be cut; with any other, the group does. A companion in parts of several sizes stays whole: its
@@ -157,9 +157,9 @@ class Group:
         return placed
 
     def gathered(self, degree: int) -> dict[str, Source]:
-        """Where no cut keeps the parts apart (heads fewer than ranks, keys that all heads share packed with what each
-        has of its own): sources whose weights can be split all the same, if what they give is gathered before it is
-        used. Parameter -> source."""
+        """Returns, if no cut keeps the parts apart (heads fewer than ranks, keys that all heads share packed with what
+        each has of its own), sources whose weights can be split all the same, if what they give is gathered before it
+        is used. Parameter -> source."""
         weights = [source for source in self.sources if not source.companion]
         sizes = [self.features, *(source.size for source in weights)]
         called = [
@@ -176,8 +176,8 @@ class Group:
 
     @property
     def is_dealt_out(self) -> bool:
-        """Whether a weight holds parts of several sizes: whoever cuts these apart may find them too few for its ranks,
-        as the shared keys of grouped heads are, where one that holds them by themselves would stay whole."""
+        """True if a weight holds parts of several sizes: cut apart, these may be too few for the ranks, as the shared
+        keys of grouped heads are, which would stay whole if held by themselves."""
         cuts = (placement for degree in self.degrees for _, placement in self.split(degree).values())
         return any(isinstance(one, InterleavedShard) and one.order is not None for one in cuts)
 
@@ -272,7 +272,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Structure:
-    """What probing found. A value: no tensor, no module, equal for equal models.
+    """Findings of probing. A value: no tensor, no module, equal for equal models.
 
     Arguments:
         shapes: parameter -> shape.
@@ -284,9 +284,9 @@ class Structure:
         routers: parameters whose result something is selected by.
         blocks: repeated blocks, outermost containers.
         tied: parameters with several names.
-        coupled: parameters whose rows depend on other rows of the batch; empty where data parallelism is exact.
+        coupled: parameters whose rows depend on other rows of the batch; empty if data parallelism is exact.
         mixers: modules that are known to mix positions without attention: convolutions, recurrent layers.
-        position_dim: of the residual stream, along which sequence parallelism splits; None where a position reaches
+        position_dim: of the residual stream, along which sequence parallelism splits; None if a position reaches
             others outside the groups, or nothing is known of positions.
         stream_entries: modules whose output starts the residual stream.
         holding: bytes of a number -> what a step in such numbers holds on to; without those that the model could not
@@ -368,7 +368,7 @@ class Structure:
 
     @property
     def selections(self) -> tuple[tuple[str, ...], ...]:
-        """What is tried in place of whole blocks: all modules without a matrix (norms), and these with one that has."""
+        """Alternatives to whole blocks: all modules without a matrix (norms), and these with one that has."""
         light = tuple(sorted(name for name, matrices in self.inside.items() if not matrices))
         heavy = [name for name, matrices in self.inside.items() if matrices]
         return tuple(one for one in (light, *((*light, name) for name in heavy[:MOST_HEAVY])) if one)

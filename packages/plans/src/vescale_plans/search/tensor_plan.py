@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What a `Plan` needs to know of its tensor axis.
+    """The part of a `Plan` for its tensor axis.
 
     Arguments:
         parameters, boundaries: as in `Plan`; every parameter is decided.
@@ -134,7 +134,7 @@ def _boundaries(
 
 
 def _is_added_to(group: Group, structure: Structure, split: Mapping[str, Placement]) -> bool:
-    """Whether what the group gives, the sum of a shared expert, is added to that of experts around it, which a boundary
+    """True if the group's output, the sum of a shared expert, is added to that of experts around it, which a boundary
     makes whole together: both as wide, and the one module in the other."""
 
     def width(one: Group) -> int:

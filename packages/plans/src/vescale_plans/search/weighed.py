@@ -1,4 +1,4 @@
-"""What was weighed for a plan: every candidate in closed form, the best exactly, and what binds each of these."""
+"""All that was weighed for a plan: every candidate in closed form, the best exactly, and what binds each of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .decision import facts, number
 from .pricer import Estimate, Pricer, Request
 
 FULL = 0.9
-"""Of the memory limit, from which on memory is said to bind."""
+"""Share of the memory limit, from which on memory is said to bind."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Weighed:
 
     @property
     def front(self) -> tuple[Priced, ...]:
-        """Of these, those that no other beats in both time and memory; fastest first."""
+        """Returns those that no other beats in both time and memory; fastest first."""
         front: list[Priced] = []
         for point in sorted(self.priced, key=lambda one: (one.seconds, one.bytes, one.candidate)):
             if not front or point.bytes < front[-1].bytes:
@@ -66,7 +66,7 @@ class Weighed:
         return tuple(front)
 
     def binds(self, estimate: Estimate) -> str:
-        """What keeps an estimate from being faster: memory, and what it spends time on besides computing."""
+        """Names what keeps an estimate from being faster: memory, and what it spends time on besides computing."""
         parts = []
         if self.request.limit and estimate.memory.total > FULL * self.request.limit:
             parts.append(f"memory {estimate.memory.total / self.request.limit:.0%} full")
@@ -76,7 +76,7 @@ class Weighed:
         return ", ".join(parts)
 
     def loses(self, estimate: Estimate) -> str:
-        """Where an estimate is worse than the choice."""
+        """Says where an estimate is worse than the choice."""
         if estimate is self.chosen:
             return ""
         if self.request.objective == "memory":

@@ -64,14 +64,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Order:
-    """How one device's tensor lies in memory: its dims from the outermost, and whether as a fresh tensor does."""
+    """Memory order of one device's tensor: its dims from the outermost, and whether as a fresh tensor's."""
 
     dims: tuple[int, ...]
     contiguous: bool
 
 
 def order_of(local: Tensor, layout: Layout | None = None, fresh: bool = False) -> Order:
-    """That of the whole tensor, or of a fresh one that is made like it, told from its shard's strides."""
+    """Returns the order of the whole tensor, or of a fresh one made like it, from its shard's strides."""
     sizes, strides = tuple(local.shape), local.stride()
     shape = sizes
     if layout is not None:
@@ -227,7 +227,7 @@ def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool, like: Tensor 
 
 
 def _place_on_device(parts: list[Part], layout: Layout, local: Tensor, order: Order, draw: Draw) -> None:
-    """By the formula of torch's kernels, where torch follows it on this device, else from the whole."""
+    """Fills by the formula of torch's kernels, where torch follows it on this device, else from the whole."""
     dense = order.contiguous or draw.function is not fused_dropout_
     if dense and is_followed(draw.function, local.dtype, local.device):
         generator = draw.generator_for(local)
@@ -307,7 +307,7 @@ def _steps(parts: list[Part], total: int, skips: bool) -> Iterator[tuple[int, in
 
 
 def _waits(draw: Draw, order: Order) -> bool:
-    """Whether normals are made two at a time, the second waiting in the generator: what they take depends on it."""
+    """True if normals are made in pairs, the second one waiting in the generator: the cost of a draw depends on it."""
     return draw.function is Tensor.log_normal_ or draw.function is Tensor.normal_ and not order.contiguous
 
 

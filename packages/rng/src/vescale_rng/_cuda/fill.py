@@ -133,7 +133,7 @@ _SAMPLES = {"geometric_": (0.3,), "fused_dropout_": (0.3,), "bernoulli_": (0.3,)
 
 @lru_cache(maxsize=256)
 def is_followed(function: Callable, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's own fill of some hundred thousand numbers on this device is the formula's, to the bit."""
+    """True if torch's own fill of some hundred thousand numbers on this device matches the formula bitwise."""
     generator, geometry = Generator(device).manual_seed(11), Geometry.of(device)
     args = _SAMPLES.get(function.__name__, ())
     for count in (1000, 2 * geometry.launched(1 << 40) + 516):

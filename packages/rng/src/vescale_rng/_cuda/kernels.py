@@ -1,4 +1,4 @@
-"""Whether there are kernels for a device."""
+"""Tells whether there are kernels for a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which thread of one CUDA device makes the element at a place, and by which of its calls. Pure arithmetic.
+"""Maps each element's place to the thread of one CUDA device that makes it, and to the call. Pure arithmetic.
 
 torch fills a tensor on CUDA by launches whose grid follows from the device (ATen/native/cuda/DistributionTemplates.h,
 calc_execution_policy and distribution_nullary_kernel; Dropout.cu): blocks of 256 threads, at most as many as the
@@ -35,7 +35,7 @@ class Geometry:
 
     @classmethod
     def of(cls, device: torch.device) -> Geometry:
-        """That of a CUDA device of this machine."""
+        """Returns the geometry of a CUDA device of this machine."""
         found = torch.cuda.get_device_properties(device)
         return cls(found.multi_processor_count, found.max_threads_per_multi_processor)
 
@@ -56,7 +56,7 @@ class Launch:
     vector: int = 1
 
     def made_by(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For places of the tensor, int64: the thread, the counter of its call, and the lane."""
+        """Returns, for places of the tensor, int64: the thread, the counter of its call, and the lane."""
         at = places - self.start
         if self.vector > 1:
             group, lane = at // self.vector, at % self.vector

@@ -48,7 +48,7 @@ def _multiplied(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a fill makes of words: numbers of a kind, with parameters as the kernel holds them.
+    """Turns random words into numbers of one kind, with the kernel's parameters.
 
         uniform         from, to - from, to         exponential   -1 / lambda
         bernoulli       p                           geometric     1 - p, of doubles log(1 - p)
@@ -74,7 +74,7 @@ class Recipe:
 
 
 def recipe(function: Callable, args: tuple, kwargs: dict, dtype: torch.dtype) -> Recipe:
-    """That of `function(tensor of dtype, *args, **kwargs)`, a fill of torch's or `fused_dropout_`."""
+    """Returns the recipe of `function(tensor of dtype, *args, **kwargs)`, a fill of torch's or `fused_dropout_`."""
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     return _RECIPES[function](dtype, *args, **kwargs)
 

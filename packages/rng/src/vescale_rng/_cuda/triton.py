@@ -223,7 +223,7 @@ def _words(places, found, key, count, ELEMENTS: tl.constexpr):
 
 
 def words_at(places: Tensor, key: tuple[int, int]) -> Tensor:
-    """As `philox.words_at`, in one kernel."""
+    """Computes `philox.words_at` in one kernel."""
     flat = places.contiguous().view(-1)
     found, count = torch.empty_like(flat), flat.numel()
     signed = [word - (1 << 64) if word >> 63 else word for word in key]

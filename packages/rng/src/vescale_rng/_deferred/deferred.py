@@ -68,12 +68,12 @@ def deferred_init() -> Iterator[None]:
 
 
 def is_deferred(tensor: object) -> bool:
-    """Whether the tensor does not have its values yet."""
+    """True if the tensor does not have its values yet."""
     return isinstance(tensor, Deferred)
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What users put on a tensor, deferred or not, and that it is a parameter."""
+    """Returns the attributes users put on a tensor, deferred or not, and whether it is a parameter."""
     return {key: value for key, value in tensor.__dict__.items() if key != "_slot"}
 
 
@@ -162,7 +162,7 @@ def _argument_names(function: Callable) -> list[str]:
 
 
 def record(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """What an ATen call on deferred tensors gives: deferred tensors, or real values where it must."""
+    """Records an ATen call on deferred tensors; returns deferred tensors, or real values where it must."""
     name = function._schema.name.removeprefix("aten::")
     if name in ("resize_", "set_", "resize_as_"):
         raise OperatorError(

@@ -171,7 +171,7 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
 
 
 def _is_elementwise(function: Callable) -> bool:
-    """By torch's own tag, which some functions have in place only, some only out of place."""
+    """Tells elementwise functions by torch's own tag, which some have in place only, some only out of place."""
     if not isinstance(function, OpOverload):
         return False
     packet = getattr(aten, function._schema.name.removeprefix("aten::").rstrip("_"), None)
@@ -205,7 +205,7 @@ def _sliced(
     local: Tensor, shape: Sequence[int], ranges: Sequence[Ranges],
     dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1,
 ) -> list[Tensor]:  # fmt: skip
-    """What the shard holds of the indices from `start` to `end` of a dim."""
+    """Returns the shard's part of the indices from `start` to `end` of a dim."""
     if step != 1:
         raise _NeedsFull
     start, end, _ = slice(start, end).indices(shape[dim])

@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Memory:
-    """What aliases have in common."""
+    """State that aliases share."""
 
     writes: list[Entry] = field(default_factory=list)
     read_at: int = NEVER
@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def is_all_of_its_memory(self) -> bool:
-        """Whether a write to it leaves nothing of what was there."""
+        """True if a write to it overwrites all of its memory."""
         return self.meta.is_contiguous() and self.meta.nbytes == self.meta.untyped_storage().nbytes()
 
 

@@ -104,7 +104,8 @@ def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callab
 
 
 def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
-    """As torch's fused kernel on CUDA: x times zero or one, times the scale, in float, rounded once."""
+    """Applies dropout as torch's fused kernel on CUDA does: x times zero or one, times the scale, in float, rounded
+    once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         kept = torch.empty_like(x.detach())
@@ -115,7 +116,7 @@ def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
 
 @lru_cache(maxsize=64)
 def scale_of(p: float, dtype: torch.dtype) -> float:
-    """What noise of this dtype is where it is not zero."""
+    """Returns the value of the nonzero elements of noise of this dtype."""
     return torch.ones((), dtype=dtype).div_(1 - p).item()
 
 
@@ -133,7 +134,7 @@ def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:
 
 
 def _scaled(noise: Tensor, layout: Layout, p: float, alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """What the input is multiplied by, and what is then added: where it is partial, on the first rank only."""
+    """Returns the factor of the input and the summand; the latter on the first rank only where the input is partial."""
     with torch.no_grad():
         if not alpha:
             return noise.div_(1 - p), None

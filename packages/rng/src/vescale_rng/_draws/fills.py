@@ -47,12 +47,13 @@ _WHOLE = {function: TABLE[function].handler for function in (*_FILLS, *_LIKE)}
 
 
 def draws_for(tensor: DTensor) -> bool:
-    """Whether this package draws for it: on CPU, on meta, where nothing is drawn, and from the philox stream."""
+    """True if this package draws for the tensor: on CPU, on meta, where nothing is drawn, and from the philox stream.
+    """
     return tensor.device.type in ("cpu", "meta") or current_stream() == "philox"
 
 
 def fills_for(tensor: DTensor) -> bool:
-    """Whether this package fills it, with numbers of one distribution: on CUDA, too."""
+    """True if this package fills the tensor with numbers of one distribution, on CUDA too."""
     return draws_for(tensor) or tensor.device.type == "cuda"
 
 

@@ -60,7 +60,7 @@ def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> C
 
 
 def _noise(x: DTensor, layout: Layout, lower: float, upper: float) -> Tensor:
-    """What the shard is multiplied by."""
+    """Returns the factors of the shard."""
     draw = Draw(Tensor.uniform_)
     low, high = torch.tensor((lower, upper), dtype=x.dtype).tolist()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def _noise(x: DTensor, layout: Layout, lower: float, upper: float) -> Tensor:
 
 
 def _runs(below: Tensor, layout: Layout) -> tuple[int, Ranges]:
-    """How many numbers are drawn for the whole, and the intervals of them that are the shard's, in its order.
+    """Returns how many numbers are drawn for the whole, and the shard's intervals of them, in its order.
 
     Communication: 8 bytes per run from every rank that holds others.
     """

@@ -51,7 +51,7 @@ def panel_width(rows: int) -> int:
 
 
 def panels(rows: int, columns: int, held: Ranges) -> Iterator[Panels]:
-    """What the `held` columns of a matrix have of its panels."""
+    """Yields the panels of a matrix that its `held` columns touch."""
     full, at = panel_width(rows), 0
     for low, high in held:
         first = low - low % full
@@ -98,7 +98,7 @@ def _offsets(lines: Region) -> Tensor:
 
 
 def _blocks(side: Panels, lines: int, rows: int) -> Iterator[tuple[slice, slice, slice]]:
-    """So many lines of so many rows of all panels, in blocks of about a chunk: (panels, lines, rows)."""
+    """Yields blocks of about a chunk, over all panels, `lines` lines and `rows` rows: (panels, lines, rows)."""
     tall = min(rows, max(1, CHUNK // side.width))
     many = min(lines, max(1, CHUNK // (side.width * tall)))
     broad = max(1, CHUNK // (side.width * tall * many))
@@ -113,7 +113,8 @@ def _blocks(side: Panels, lines: int, rows: int) -> Iterator[tuple[slice, slice,
 
 
 def _part(side: Panels, some: slice, firsts: Tensor, rows: int, draw: _Numbers, device: torch.device) -> Tensor:
-    """What is held of some panels, in lines of `rows` rows that begin at `firsts`: [panels, lines, rows, columns]."""
+    """Returns the held part of some panels, in lines of `rows` rows that begin at `firsts`: [panels, lines, rows,
+    columns]."""
     begins = side.begin + torch.arange(some.start, some.stop) * side.step
     starts = begins.unsqueeze(1) + firsts * side.width
     columns = side.stop - side.start
@@ -135,7 +136,7 @@ class _Numbers:
         self._key, self._runs = key, Runs(key)
 
     def in_runs(self, starts: Tensor, length: int) -> Tensor:
-        """Of `length` places from each of `starts`, by numpy: [len(starts), length]."""
+        """Draws `length` numbers from each of `starts`, by numpy: [len(starts), length]."""
         leads = starts & 1  # where a run begins in the middle of a pair
         lead = int(leads[0])
         alike = bool((leads == lead).all())
@@ -145,7 +146,7 @@ class _Numbers:
         return found[:, lead : lead + length] if alike else found.gather(1, leads.unsqueeze(1) + torch.arange(length))
 
     def at(self, places: Tensor) -> Tensor:
-        """Of any places, in torch ops, on their device: every element makes the words of its pair."""
+        """Draws numbers at any places, in torch ops, on their device: every element makes the words of its pair."""
         pairs = places.view(-1) >> 1
         first = pairs * self._words
         words = words_at(torch.stack([first + more for more in range(self._words)], -1).view(-1), self._key)

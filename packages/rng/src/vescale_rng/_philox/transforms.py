@@ -1,4 +1,5 @@
-"""From words to numbers, in the `philox` stream. The same bits on every device where no logarithm, sine or tangent is.
+"""Turns words into numbers, in the `philox` stream. The same bits on every device where no logarithm, sine or tangent
+is.
 
 An element at place i of the global tensor (`fill.py` says which that is) takes
 
@@ -31,7 +32,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 def is_wide(function: Callable, dtype: torch.dtype) -> bool:
-    """Whether an element takes a whole word."""
+    """True if an element takes a whole word."""
     return function is Tensor.random_ or dtype == torch.float64
 
 
@@ -83,7 +84,7 @@ def _normal(words: Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1
 
 
 def _memory(name: str, words: Tensor, found: Tensor) -> Tensor:
-    """For a number of every pair."""
+    """Returns memory for a number of every pair."""
     count = len(found) // 2
     return scratch(name, count, found.dtype) if words.device.type == "cpu" else found.new_empty(count)
 
@@ -113,7 +114,8 @@ def _random(words: Tensor, dtype: torch.dtype, *bounds: int | None, **named: int
 
 
 def unsigned_remainder(words: Tensor, count: int) -> Tensor:
-    """Of int64 read as unsigned, by a positive `count` below 2^64: of the upper 63 bits, then of what is left of it."""
+    """Remainder of int64, read as unsigned, by a positive `count` below 2^64: of the upper 63 bits, then of the rest.
+    """
     rest = words
     if not count >> 63:
         rest = words - (((words >> 1) & _MOST) // count * 2) * count

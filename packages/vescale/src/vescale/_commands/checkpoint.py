@@ -103,7 +103,7 @@ def reshard(
 
 
 def plain(text: str, *, lines: bool = False) -> Text:
-    """What others named, for rich: neither its markup nor a control character, but for line feeds on request."""
+    """Wraps others' text for rich: neither markup nor control characters, but line feeds on request."""
     return Text(tools.printable(text, lines=lines), overflow="fold")
 
 
@@ -121,7 +121,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def size_of(nbytes: int) -> str:
-    """In binary units, as people read them."""
+    """Formats bytes in binary units."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -1,4 +1,4 @@
-"""What a planner's error advises, as options of the command: `batch=64, pin={'tp': 2}` is `--batch 64 --pin tp=2`."""
+"""Turns a planner's advice into options of the command: `batch=64, pin={'tp': 2}` is `--batch 64 --pin tp=2`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _options(code: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """Of a literal, and of sizes as they are written: `round(46.4 * 2**30)`."""
+    """Value of a literal, and of sizes as they are written: `round(46.4 * 2**30)`."""
     match node:
         case ast.Call(func=ast.Name(id="round"), args=[size]):
             return round(_value(size))
@@ -48,7 +48,7 @@ def _named(option: str, unknown: str) -> Callable[[Any], str]:
 
 
 def _memory(value: Any) -> str:
-    """At least so many bytes, in four digits."""
+    """Formats at least so many bytes, in four digits."""
     return "--memory GIB" if value is ... else f"--memory {value / GIB * 1.0005:.4g}"
 
 
@@ -79,4 +79,4 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "forbid": _forbids,
     "sample": lambda value: "vescale plan module:factory",
 }
-"""How each argument is given to the command."""
+"""Each argument as it is given to the command."""

@@ -27,7 +27,7 @@ from .options import as_options
 
 GIB = 2**30
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""As they may be asked for, by either name."""
+"""Dtypes as they may be asked for, by either name."""
 
 
 def plan(
@@ -137,7 +137,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """That a transformers configuration asks for; float32 of any other model."""
+    """Returns the dtype that a transformers configuration asks for; float32 for any other model."""
     asked = getattr(getattr(model, "config", None), "dtype", None)
     return (getattr(torch, asked, None) if isinstance(asked, str) else asked) or torch.float32
 

@@ -1,4 +1,4 @@
-"""What errors of checkpoints advise, as one does it at a shell: they are written for calls of `save` and `load`."""
+"""Turns the advice in errors of checkpoints, written for calls of `save` and `load`, into words for a shell."""
 
 from __future__ import annotations
 

@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
-from .._pages.spans import lost, straggler
-from .._pages.timeline_page import timeline_page
 from ..timeline import merge_timeline, read_timeline, totals
+from .spans import lost, straggler
 
 
 def timeline(
     folder: Annotated[Path, typer.Argument(help="Folder that vescale.timeline wrote.")],
     out: Annotated[Path | None, typer.Option(help="The trace, .json; FOLDER/trace.json by default.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page, which opens without a network.")] = None,
 ) -> None:
     """Merges the timelines of all ranks into a trace for Chrome or Perfetto, and summarises each rank."""
     ranks = read_timeline(folder)
@@ -27,6 +25,3 @@ def timeline(
     if said := straggler(ranks):
         typer.echo(said)
     typer.echo(f"written to {merge_timeline(folder, out)}")
-    if html is not None:
-        html.write_text(timeline_page(ranks))
-        typer.echo(f"written to {html}")

@@ -32,7 +32,7 @@ _abort_process_group = distributed_c10d._abort_process_group
 
 
 def c10d_world() -> Any:
-    """What torch.distributed knows of groups: each simulated rank has its own. Instead: none in public.
+    """Returns torch.distributed's table of groups: each simulated rank has its own. Instead: none in public.
 
     The name is bound anew at every turn of a rank, and so is looked up in each call.
     """
@@ -40,7 +40,7 @@ def c10d_world() -> Any:
 
 
 def is_registered(backend: str) -> bool:
-    """Whether a backend was registered. Instead: `dist.Backend.backend_list`, which tells less."""
+    """True if a backend was registered. Instead: `dist.Backend.backend_list`, which tells less."""
     return backend.upper() in dist.Backend._plugins
 
 

@@ -1,4 +1,5 @@
-"""Whether the accelerators of all ranks reach each other: collectives of their own backend (NCCL), with a bound."""
+"""Tries whether the accelerators of all ranks reach each other: collectives of their own backend (NCCL), with a
+bound."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def tried(device: str, backend: str, group: Any) -> Iterator[tuple[str, str | No
 
 
 def lines(size: int, local: int) -> dict[str, list[list[int]]]:
-    """By name, the groups of ranks that are tried. Pure."""
+    """Returns the groups of ranks to try, by name. Pure."""
     found = {"the world": [list(range(size))]}
     if 1 < local < size and size % local == 0:
         found["each machine"] = [list(range(start, start + local)) for start in range(0, size, local)]
@@ -77,7 +78,7 @@ def attempted(attempt: Callable[[], str | None]) -> str | None:
 
 
 def waited(works: list[Any]) -> str | None:
-    """How waiting ended: None when all are done within the bound."""
+    """Waits; returns None if all are done within the bound, else what happened."""
     until = time.monotonic() + BOUND_S
     while not all(work.is_completed() for work in works):
         if time.monotonic() > until:

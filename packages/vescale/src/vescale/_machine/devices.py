@@ -14,7 +14,7 @@ from vescale_plans.search.pricing.profiles import PROFILES
 
 @dataclass(frozen=True)
 class Device:
-    """What is calibrated.
+    """A device to calibrate.
 
     Arguments:
         kind: "cuda" or "cpu".
@@ -79,7 +79,7 @@ def _cpu_name() -> str:
 
 
 def _links(count: int) -> list[str]:
-    """NVLinks and PCIe of the first GPU, as the driver says; nothing where its library is not installed."""
+    """NVLinks and PCIe of the first GPU, as the driver says; nothing if its library is not installed."""
     try:
         import pynvml
 

@@ -17,13 +17,13 @@ def names() -> list[str]:
 
 
 def is_up(name: str) -> bool:
-    """Whether an interface is switched on; also where the system does not say."""
+    """True if an interface is switched on; also if the system does not say."""
     answer = _asked(name, _GET_FLAGS)
     return answer is None or bool(struct.unpack("H", answer[16:18])[0] & _UP)
 
 
 def has_address(name: str) -> bool:
-    """Whether it has an IPv4 address."""
+    """True if it has an IPv4 address."""
     return _asked(name, _GET_ADDRESS) is not None
 
 

@@ -1,4 +1,4 @@
-"""What a calibration times: matrix products, operators, attention and collectives, each at a few sizes.
+"""Probes that a calibration times: matrix products, operators, attention and collectives, each at a few sizes.
 
 A probe is a function that does one of them on tensors that are there already; results are allocated anew, as in a
 model. Sizes are bytes read and written, as `vescale_plans.timeline` counts them, operations for attention, and bytes
@@ -24,7 +24,7 @@ from vescale_plans.timeline import Recorder, operation_of
 
 WIDTH = 512
 BYTES = (1 << 16, 1 << 20, 1 << 23)
-"""Of the first operand of an operator."""
+"""Bytes of the first operand of an operator."""
 MESSAGES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes that each rank receives in a collective."""
 PRODUCTS = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 8, 2), (8, 2, 8), (2, 4, 4))
@@ -137,7 +137,7 @@ def operators(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
 
 
 def products(dtype: torch.dtype, device: torch.device, base: int) -> Iterator[Probe]:
-    """As a linear layer multiplies in forward, for its input's gradient, and for its weight's."""
+    """Yields the products of a linear layer: forward, its input's gradient, and its weight's."""
     for units in PRODUCTS:
         m, n, k = (base * unit for unit in units)
         x, w, g = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((m, k), (n, k), (m, n)))
@@ -256,7 +256,7 @@ def waits(dtype: torch.dtype, device: torch.device, base: int) -> Iterator[Probe
 
 
 def sends(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
-    """From each rank to its neighbour and back, all pairs at once: half of it is a send."""
+    """Sends from each rank to its neighbour and back, all pairs at once: half of it is a send."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     other = rank ^ 1
     for nbytes in MESSAGES[:-1]:

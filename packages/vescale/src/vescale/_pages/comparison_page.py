@@ -6,14 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import floor, isfinite, log10
 
-from .._recorded.difference import Difference
-from .style import COLOURS, LEGEND, legend
+from vescale_pipeline.draw import COLOURS as ACTIONS
 
-_COLOURS = {"forward": COLOURS["forward"], "backward": COLOURS["backward"], "update": COLOURS["optimizer"]}
+from .._recorded.difference import Difference
+
+_COLOURS = {"forward": ACTIONS["F"], "backward": ACTIONS["B"], "update": ACTIONS["REDUCE"]}
+"""The colours of a schedule's picture."""
+_LEGEND = """
+.legend span { margin-right: 1.4em; white-space: nowrap; display: inline-block }
+.legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px }
+"""
 _COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
 _WIDE, _HIGH, _LEFT, _TOP = 900, 260, 70, 14
 _FINEST = 1e-9
-"""What is nearer (other bits of equal sketches) is drawn here."""
+"""Distances below it (other bits of equal sketches) are drawn here."""
 
 
 def comparison_page(report: str, differences: Sequence[Difference], most: int) -> str:
@@ -21,7 +27,7 @@ def comparison_page(report: str, differences: Sequence[Difference], most: int) -
     shown = differences[:most]
     more = len(differences) - len(shown)
     left_out = f"<p>{more} differences more are not shown.</p>" if more else ""
-    return _PAGE.format(report=escape(report), chart=_chart(differences), table=_table(shown) + left_out, style=LEGEND)
+    return _PAGE.format(report=escape(report), chart=_chart(differences), table=_table(shown) + left_out, style=_LEGEND)
 
 
 def _chart(differences: Sequence[Difference]) -> str:
@@ -63,10 +69,15 @@ def _chart(differences: Sequence[Difference]) -> str:
         ]
     return (
         f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img">{"".join(made)}</svg>\n'
-        f"{legend((_COLOURS[name], name) for name in largest)}\n"
+        f"{_legend(largest)}\n"
         "<p>The largest distance of a step, relative to the norm. A line that begins low and climbs is rounding that "
         "grows; one that begins high is a bug at its first point.</p>"
     )
+
+
+def _legend(names: Iterable[str]) -> str:
+    keys = "".join(f'<span><i style="background:{_COLOURS[name]}"></i>{escape(name)}</span>' for name in names)
+    return f'<p class="legend">{keys}</p>'
 
 
 def _table(differences: Sequence[Difference]) -> str:

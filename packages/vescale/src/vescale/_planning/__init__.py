@@ -1,1 +1,1 @@
-"""What the facade adds to the planner: pipelines, run dry and simulated."""
+"""Pipelines for the planner: run dry and simulated."""

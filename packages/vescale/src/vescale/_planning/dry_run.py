@@ -19,7 +19,7 @@ from .._stages import pipelined
 HOST = "host"
 """Kind of what takes no memory of the device."""
 _KINDS = {"F": "activations", "SEND_F": "activations", "RECV_F": "activations", READING: HOST}
-"""What an action makes, of kinds of memory; all others make gradients. Placeholders take no memory."""
+"""Kinds of memory that actions make; all others make gradients. Placeholders take no memory."""
 
 if TYPE_CHECKING:  # one signature for both
     from vescale_plans import dry_run as dry_run
@@ -86,7 +86,7 @@ def _first_part(batch: Any, count: int) -> Any:
 
 
 def _stages(link: Callable[..., Link]) -> Callable[[Callable[[str], None]], Callable]:
-    """What `vescale_plans.dry_run` takes."""
+    """Builds the pipeline argument of `vescale_plans.dry_run`."""
 
     def told(phase: Callable[[str], None]) -> Callable:
         def beginning(action: Action | str) -> None:

@@ -1,1 +1,1 @@
-"""What `vescale.record` writes of tensors, and at which places two such records differ."""
+"""Digests of tensors that `vescale.record` writes, and the places at which two such records differ."""

@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def call(self) -> int:
-        """Which call of the module within the step: the microbatch."""
+        """Call of the module within the step: the microbatch."""
         return self.place[2]
 
     @property
@@ -40,7 +40,7 @@ class Difference:
 
     @property
     def distance(self) -> float:
-        """How far apart the two are, estimated, relative to the larger norm; inf for other shapes or dtypes."""
+        """Estimates the distance of the two, relative to the larger norm; inf for other shapes or dtypes."""
         if any(self.a[what] != self.b[what] for what in ("dtype", "shape")):
             return inf
         return _summary(self.a).distance(_summary(self.b))
@@ -51,7 +51,7 @@ class Difference:
 
 
 def why_apart(a: Mapping[str, Any], b: Mapping[str, Any], rtol: float) -> str:
-    """Why the entries of one place differ, or nothing."""
+    """Says why the entries of one place differ, or nothing."""
     for what in ("dtype", "shape"):
         if a[what] != b[what]:
             return f"{what} {a[what]} and {b[what]}"

@@ -1,4 +1,4 @@
-"""What is recorded of a tensor: the same numbers however it lies on a mesh. Pure.
+"""Digests a tensor for a record: the same numbers however it lies on a mesh. Pure.
 
     digest    a sum, modulo 2^64, over all elements of a hash of (global flat index, bits). Integers add exactly and
               in any order, so ranks hash what they hold and nobody gathers anything.
@@ -31,7 +31,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a whole tensor, or of a part of one."""
+    """Summary of a whole tensor, or of a part of one."""
 
     digest: int
     norm: float
@@ -40,13 +40,13 @@ class Summary:
 
     @classmethod
     def of_numbers(cls, digest: int, numbers: Sequence[float]) -> Summary:
-        """From what `measure` gave."""
+        """Builds a summary from the result of `measure`."""
         square, largest, *sketch = numbers
         return cls(digest % 2**64, math.sqrt(square), largest, tuple(sketch))
 
     @classmethod
     def of_parts(cls, parts: Sequence[Summary]) -> Summary:
-        """Of the whole, from those of parts that do not overlap."""
+        """Joins the summaries of parts that do not overlap."""
         largest = [part.largest for part in parts]
         return cls(
             sum(part.digest for part in parts) % 2**64,
@@ -66,7 +66,7 @@ class Summary:
 
 
 def measure(local: Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> Tensor:
-    """Of a plain tensor that holds `boxes` of a tensor of `shape`: int64 [3 + SKETCHES], for `unpack`.
+    """Measures a plain tensor that holds `boxes` of a tensor of `shape`: int64 [3 + SKETCHES], for `unpack`.
 
     It stays on the tensor's device, so that nobody waits for it before `unpack`.
     """
@@ -101,7 +101,7 @@ def unpack(measured: Sequence[Tensor]) -> list[Summary]:
 def flat_indices(
     boxes: Sequence[Box], shape: Sequence[int], width: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """In chunks: where they begin in the flat local tensor, and the global flat index of each element, int64.
+    """Yields chunks: where they begin in the flat local tensor, and the global flat index of each element, int64.
 
     width: numbers per element: two where it is complex.
     """
@@ -175,7 +175,7 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 
 
 def _scramble(words: Tensor) -> Tensor:
-    """In place. int64 stands for 64 bits: products wrap, and shifts are made logical."""
+    """Scrambles in place. int64 stands for 64 bits: products wrap, and shifts are made logical."""
     for shift, factor in _ROUNDS:
         words ^= (words >> shift) & ((1 << (64 - shift)) - 1)
         if factor != 1:

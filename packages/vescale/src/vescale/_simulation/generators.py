@@ -1,4 +1,4 @@
-"""Where Python's and numpy's generators are.
+"""Finds Python's and numpy's generators in memory.
 
 To ask them costs more than all else of a hand-over, so their memory is looked at first: it says whether a rank has
 drawn since, and whether the next one stands where this one does, as ranks with one seed do.
@@ -29,12 +29,12 @@ class Generator:
         self, look: Callable[[], bytes | None], read: Callable[[], Any], write: Callable[[Any], Any],
         keeps: Callable[[Any], bool],
     ) -> None:  # fmt: skip
-        """look: its memory, None where that is not known; keeps: whether a state has a number for later."""
+        """look: its memory, None if that is not known; keeps: whether a state has a number for later."""
         self._look, self._read, self._write, self._keeps = look, read, write, keeps
         self._last: Place | None = None
 
     def now(self) -> Place:
-        """Where it is."""
+        """Returns the generator's place."""
         seen = self._look()
         if self._last is None or seen is None or seen != self._last.seen:
             state = self._read()
@@ -87,7 +87,7 @@ numpys = Generator(
 
 
 def places() -> tuple[Place, Place | None]:
-    """Of both; None where the program does not use numpy."""
+    """States of both; None if the program does not use numpy."""
     return pythons.now(), numpys.now() if "numpy" in sys.modules else None
 
 

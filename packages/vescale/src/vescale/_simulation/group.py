@@ -38,7 +38,7 @@ Finish = Callable[[list[Any], list[Any]], None]
 
 
 class Board:
-    """What the ranks of one group share."""
+    """State that the ranks of one group share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -314,7 +314,7 @@ for _name in (
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:
-    """Of what is nested."""
+    """Yields the tensors of nested containers."""
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, list | tuple):

@@ -1,4 +1,4 @@
-"""What is a rank's own among the state of a process: swapped when the turn goes to another rank.
+"""The part of a process's state that is a rank's own: swapped when the turn goes to another rank.
 
 All else is shared, and may be: pure caches, tables that are filled at import, registries by object. Each package says
 in its `rank_state` which of its module-level names change while a program runs; a test looks for one that is in none.
@@ -65,7 +65,7 @@ _FRESH: dict[tuple[str, str], Callable[[], Any]] = {
         for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
     },
 }
-"""What a rank begins with, where that is not what stood outside."""
+"""State that a rank begins with, if that is not what stood outside."""
 
 _CONTAINERS = (list, dict, set, deque)
 _ANEW = {(f"vescale_dtensor.{module}", name) for module, name in _TOLD["vescale_dtensor"].ANEW}
@@ -74,7 +74,7 @@ _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def owner(module: str, name: str) -> tuple[Any, str]:
-    """What holds a name of the tables, and how it is called there."""
+    """Returns the holder of a name of the tables, and the name there."""
     *path, last = name.split(".")
     return functools.reduce(getattr, path, importlib.import_module(module)), last
 
@@ -100,7 +100,7 @@ def _set_attributes(holder: Any, values: Iterable[tuple[str, Any]]) -> None:
 
 @functools.cache
 def _places() -> list[Place]:
-    """Of all names of the tables."""
+    """Places of all names of the tables."""
     found: dict[tuple[str, int], tuple[Any, list[str]]] = {}
     for path, names in {**OURS, **TORCHS}.items():
         for name in names:
@@ -110,10 +110,10 @@ def _places() -> list[Place]:
 
 
 class RankState:
-    """What one rank has of the process's state, while another runs."""
+    """One rank's own part of the process's state, while another runs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        """Of a rank that has not begun."""
+        """Takes the state of a rank that has not begun."""
         self._values: list[tuple] = [
             tuple(self._first(place.path, name, value) for name, value in zip(place.names, place.read()))
             for place in _places()
@@ -133,13 +133,13 @@ class RankState:
             warnings._filters_mutated()
 
     def leave(self) -> None:
-        """It does not."""
+        """Puts the rank's state away."""
         self._values = [place.read() for place in _places()]
         self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._numbers = _numbers()
 
     def come_back(self) -> None:
-        """To what stood outside: names that were not in the environment are gone again."""
+        """Restores the outer state: names that were not in the environment are gone again."""
         for name in _ENVIRONMENT:
             os.environ.pop(name, None)
         self.enter()
@@ -155,7 +155,7 @@ class RankState:
 
 
 def _numbers() -> tuple:
-    """Where the generators are, and what torch makes where nothing is said."""
+    """Returns the generators' places, and torch's default dtype."""
     return torch.get_rng_state(), generators.places(), torch.get_default_dtype()
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: one rank runs at a time, until it has to wait for another.
+"""Turns of ranks: one runs at a time, until it has to wait for another.
 
 A rank that waits says for what, as a condition that anybody can test. So the next is found by looking, and where
 nobody's condition holds all wait for each other: that is told at once, with what each waits for. Who ran last goes
@@ -28,7 +28,7 @@ class Ended(BaseException):
 
 @dataclass
 class Wait:
-    """What a rank waits for."""
+    """A rank's wait."""
 
     condition: Callable[[], bool]
     what: Callable[[], str]
@@ -65,14 +65,14 @@ class Turns:
         self._asks_since = self._asked_at = 0.0
 
     def begin(self, rank: int) -> None:
-        """In the rank's thread: waits for its first turn."""
+        """Waits for the first turn, in the rank's thread."""
         self._threads[threading.get_ident()] = rank
         if rank:
             self._tokens[rank].acquire()
         self._states[rank].enter()
 
     def end(self, rank: int) -> None:
-        """In the rank's thread: hands over for good."""
+        """Hands over for good, in the rank's thread."""
         self._states[rank].leave()
         self._ended[rank] = True
         following = self._next(rank)
@@ -127,7 +127,7 @@ class Turns:
         self._let(rank, following, Wait(lambda: True, lambda: "the debugger", threading.get_ident(), True))
 
     def ask_again(self, what: Callable[[], str]) -> None:
-        """Of a rank that asks for what is not there yet: others run in between.
+        """Lets others run before a rank asks again for what is not there yet.
 
         Raises CommunicationError, on all ranks, where for ten seconds nobody could run but who asks.
         """
@@ -152,7 +152,7 @@ class Turns:
             self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True, True))
 
     def place(self, rank: int) -> str:
-        """Where a rank is, in words."""
+        """Describes a rank's place, in words."""
         wait = self._waits[rank]
         if self._ended[rank]:
             return "it came to its end"
@@ -171,7 +171,7 @@ class Turns:
             raise Ended
 
     def _next(self, rank: int) -> int | None:
-        """Who runs after this one. Those who yield take turns, after all others."""
+        """Returns the rank that runs after this one. Those who yield take turns, after all others."""
         for other in self._lately:
             wait = self._waits[other]
             if (wait is None and other != rank or wait is not None and not wait.yields) and self._may_run(other):

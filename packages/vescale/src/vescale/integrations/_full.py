@@ -1,4 +1,4 @@
-"""What other libraries keep and write: whole plain tensors."""
+"""Whole plain tensors, as other libraries keep and write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vescale_dtensor import DTensor
 
 
 def is_first() -> bool:
-    """Whether this is the rank that writes."""
+    """True on the rank that writes."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -22,7 +22,7 @@ def barrier() -> None:
 
 
 def full(value: Any) -> Any:
-    """Of nested containers, every DTensor as a whole plain tensor. Cost: an all-gather of what is sharded."""
+    """Replaces every DTensor in nested containers by a whole plain tensor. Cost: an all-gather of what is sharded."""
     if isinstance(value, Tensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, (tuple, list)):

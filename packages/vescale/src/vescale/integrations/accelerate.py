@@ -60,13 +60,14 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
 
 
 class Planned:
-    """What `parallelize` adds to an Accelerator. A mixin: accelerate's own class follows in the order of resolution."""
+    """Methods that `parallelize` adds to an Accelerator. A mixin: accelerate's own class follows in the order of
+    resolution."""
 
     plan: Plan
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Of the one process that computes: accelerate distributes nothing. `state` tells of the ranks."""
+        """Type of the one process that computes: accelerate distributes nothing. `state` tells of the ranks."""
         return DistributedType.NO
 
     @property
@@ -76,8 +77,8 @@ class Planned:
 
     @property
     def process_index(self) -> int:
-        """Of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it. Which
-        rank prints and writes is told by `is_main_process`."""
+        """Index of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it.
+        Which rank prints and writes is told by `is_main_process`."""
         return 0
 
     @property
@@ -89,7 +90,7 @@ class Planned:
         return False
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's own; an optimizer is sharded together with its model."""
+        """Prepares as accelerate does; an optimizer is sharded together with its model."""
         _tell_processes()
         _draw_alike()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
@@ -109,20 +110,20 @@ class Planned:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's own, mixed precision included, of a sharded model."""
+        """Prepares a sharded model as accelerate does, mixed precision included."""
         if not hasattr(model, "_vescale"):
             _parallelize(self.plan, model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As accelerate's own, of an optimizer that steps on shards."""
+        """Prepares an optimizer that steps on shards, as accelerate does."""
         for model in self._models:
             if _is_of(optimizer, model):
                 adopt(model, optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
-        """As accelerate's own, of a loader of which this rank loads its part."""
+        """Prepares a loader of which this rank loads its part, as accelerate does."""
         is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if not is_prepared:
@@ -146,12 +147,12 @@ class Planned:
         return recursively_apply(lambda one: one[: state.remainder] if one.ndim else one, data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `gather`: a DTensor's value, and of plain tensors the sum or mean over all ranks."""
+        """Reduces like `gather`: a DTensor's value, and of plain tensors the sum or mean over all ranks."""
         plain = partial(reduce, reduction=reduction, scale=scale)
         return recursively_apply(_either(full, plain), tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """As accelerate's own, of plain tensors. A DTensor has one shape, and nothing to pad."""
+        """Pads plain tensors as accelerate does. A DTensor has one shape, and nothing to pad."""
         plain = partial(pad_across_processes, dim=dim, pad_index=pad_index, pad_first=pad_first)
         return recursively_apply(_either(lambda one: one, plain), tensor, error_on_other_type=True)
 
@@ -188,7 +189,7 @@ class Planned:
         return path
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """What `save_state` wrote, under any plan; a model that a hook took away is left as it is."""
+        """Loads what `save_state` wrote, under any plan; a model that a hook took away is left as it is."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = next(reversed(_numbered(_folder(self, None))), None)
         folder = _folder(self, input_dir)
@@ -241,7 +242,7 @@ class _Global(Loader):
 
 
 class _Accumulation:
-    """Where in a step's backwards `accumulate` is."""
+    """Position of `accumulate` in a step's backwards."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

@@ -25,7 +25,7 @@ class Checkpoints(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """As Lightning's own, of whole tensors."""
+        """Saves whole tensors, as Lightning does."""
         found = full(checkpoint)
         barrier()  # all have looked whether the path is free
         if is_first():
@@ -33,7 +33,7 @@ class Checkpoints(TorchCheckpointIO):
         barrier()  # who reads it finds it whole
 
     def remove_checkpoint(self, path: Any) -> None:
-        """As Lightning's own."""
+        """Removes a checkpoint as Lightning does."""
         if is_first():
             super().remove_checkpoint(path)
         barrier()

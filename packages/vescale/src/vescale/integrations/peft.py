@@ -25,7 +25,8 @@ from vescale_dtensor import Placement, Shard
 from vescale_plans import Plan, PlanError
 
 PREFIX = "base_model."
-"""Of all names of the base model, in a PEFT model of prompts; otherwise a tuner stands between, which adds "model."."""
+"""Prefix of all names of the base model, in a PEFT model of prompts; otherwise a tuner stands between, which adds
+"model."."""
 _WRAPPER = re.compile(r"\.base_layer|\.original_module|\.modules_to_save\.[^.]+")
 _ADAPTER = re.compile(
     r"(?P<base>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\."
@@ -88,7 +89,7 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _old_name(name: str, prefix: str) -> str:
-    """What a parameter of the base model was called before it was adapted."""
+    """Returns the name that a parameter of the base model had before it was adapted."""
     return _WRAPPER.sub("", name.removeprefix(prefix))
 
 

@@ -23,7 +23,7 @@ from .._stages import parallelize as _parallelize
 from . import accelerate
 
 FOLDER = "vescale"
-"""Of a Trainer's checkpoint: the optimizer's state, as a step of `vescale.save`."""
+"""Folder in a Trainer's checkpoint: the optimizer's state, as a step of `vescale.save`."""
 
 
 def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
@@ -50,14 +50,15 @@ def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
 
 
 class Planned:
-    """What `parallelize` adds to a Trainer. A mixin: the trainer's own class follows in the order of resolution."""
+    """Methods that `parallelize` adds to a Trainer. A mixin: the trainer's own class follows in the order of
+    resolution."""
 
     plan: Plan
     _whole: dict[str, torch.Tensor] | None = None
-    """Of the model that is being saved."""
+    """State dict of the model that is being saved."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the Trainer's own, of which the model is sharded."""
+        """Makes the Trainer's model, sharded."""
         return self._shard(super().call_model_init(trial))
 
     def _shard(self, model: nn.Module) -> nn.Module:
@@ -71,7 +72,7 @@ class Planned:
             super()._move_model_to_device(model, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's own, of whole tensors, which all ranks make and the first one writes."""
+        """Saves whole tensors as the Trainer does: all ranks make them, and the first one writes."""
         self._whole = whole_state_dict(self.model)  # here: of `_save` some releases make a call on the first rank alone
         try:
             super().save_model(output_dir, _internal_call)
@@ -93,7 +94,7 @@ class Planned:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """What `_save_optimizer_and_scheduler` wrote, under any plan."""
+        """Loads what `_save_optimizer_and_scheduler` wrote, under any plan."""
         if checkpoint is None:
             return
         folder = os.path.join(checkpoint, FOLDER)

@@ -24,13 +24,13 @@ _KEY = "waits"
 
 
 class Waits:
-    """What this rank waits for, as the others can read it."""
+    """This rank's wait, as the others can read it."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._told = store, rank, 0
 
     def look(self) -> RankGroup | None:
-        """The group over which this rank waits in a deadlock; None where there is none, or none is known yet. A rank
+        """The group over which this rank waits in a deadlock; None if there is none, or none is known yet. A rank
         that has not waited for AFTER_S asks the store nothing."""
         entry = next((one for one in list(recorder.ring) if _waits(one)), None)
         if entry is None:
@@ -50,7 +50,7 @@ class Waits:
 
 
 def deadlocked(rank: int, key: str, number: int, counts: Mapping[str, int], other: Mapping[str, Any]) -> bool:
-    """Whether this rank, which waits for `number` of the group `key` and has begun `counts`, and one that has said
+    """True if this rank, which waits for `number` of the group `key` and has begun `counts`, and one that has said
     `other` wait for each other."""
     waits_for_us = rank in other["ranks"] and counts.get(other["key"], 0) < other["number"]
     return waits_for_us and other["counts"].get(key, 0) < number
@@ -61,7 +61,7 @@ def _waits(entry: list) -> bool:
 
 
 def _counts() -> dict[str, int]:
-    """Of meshes with the same axes and ranks the most: a rank is rather taken to have begun what it has not."""
+    """Counts by group; the most among meshes with the same axes and ranks: a rank is rather taken to have begun."""
     found: dict[str, int] = {}
     for group in list(recorder.rank_groups):
         found[group.key] = max(group.count, found.get(group.key, 0))

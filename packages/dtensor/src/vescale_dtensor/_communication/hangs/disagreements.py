@@ -1,4 +1,4 @@
-"""What ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
+"""Finds what ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
 
 Three things are compared, per group of ranks (`flight_recorder.RankGroup`): collectives and ordered transfers by their
 numbers, of which the same must be the same everywhere; and messages, which are known by their names, by who posted
@@ -16,12 +16,12 @@ from .. import flight_recorder
 
 Report = Mapping[str, Any]
 Known = Mapping[int, Mapping[int, dict]]
-"""Of a group of ranks: rank -> number -> event."""
+"""Communications of a group of ranks: rank -> number -> event."""
 _MOST = 3  # that are told
 
 
 def compared(reports: Mapping[int, Report], size: int) -> str:
-    """Which ranks disagree, and since which communication."""
+    """Names the ranks that disagree, and the communication since which they do."""
     reports = dict(sorted(reports.items()))  # every rank begins with its own, and all are to say the same
     found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
     silent = [rank for rank in range(size) if rank not in reports]
@@ -73,7 +73,7 @@ def _unanswered(reports: Mapping[int, Report], members: Mapping[int, list[dict]]
 
 
 def _out_of_step(reports: Mapping[int, Report], members: Mapping[int, list[dict]], of: str, axis: str) -> Iterator:
-    """Where the same number is not the same communication, or not everybody has come to it."""
+    """Yields numbers that are not the same communication on all ranks, or that not everybody has come to."""
     known = {rank: {event["number"]: event for event in events} for rank, events in members.items()}
     odd = _first_odd(known)
     if odd is not None:

@@ -1,4 +1,4 @@
-"""What a hang was: when a wait passes its bound, every rank writes what it is in, and one verdict compares them.
+"""Explains a hang: when a wait passes its bound, every rank writes what it is in, and one verdict compares them.
 
 A thread looks, every few seconds, for two things: a collective or a transfer between stages of a pipeline that this
 rank's host waits for, or an accelerator that is busy with one, for longer than `bound_seconds`; and word in the store
@@ -60,12 +60,12 @@ def watch_for_hangs() -> None:
 
 
 def verdict() -> str | None:
-    """Which ranks disagreed, since which collective; None while no hang was seen."""
+    """Names the ranks that disagreed, and the collective since which they did; None while no hang was seen."""
     return None if _watch is None else _watch.verdict
 
 
 def bound_seconds() -> float:
-    """How long a wait may take."""
+    """Returns how long a wait may take."""
     given = seconds("VESCALE_HANG_SECONDS", None)
     if given is not None:
         return given
@@ -118,7 +118,7 @@ class Watch:
             close(process_group)
 
     def _place(self) -> str:
-        """Where this rank is, in a line."""
+        """Describes this rank's place, in a line."""
         waits = [
             f"in {entry[1]} over axis {', '.join(entry[2].axes)}"
             for entry in list(recorder.ring)
@@ -128,7 +128,7 @@ class Watch:
         return ", waiting ".join([f"it is at {at}", *waits[-1:]])
 
     def _is_stuck(self) -> bool:
-        """Whether the host waits for a collective for too long, or the device for one that came last."""
+        """True if the host waits for a collective for too long, or the device for one that came last."""
         events = sorted([*recorder.ring, *recorder.transfers], key=lambda event: event[recorder.BEGAN])
         if not events:
             return False
@@ -159,7 +159,7 @@ class Watch:
 
 
 def _device_is_busy() -> bool:
-    """Whether the accelerator's default stream, which waits for every collective that is waited for, has work left."""
+    """True if the accelerator's default stream, which waits for every collective that is waited for, has work left."""
     if not torch.accelerator.is_available():
         return False
     module = torch.get_device_module(torch.accelerator.current_accelerator())
@@ -168,7 +168,7 @@ def _device_is_busy() -> bool:
 
 
 def report(rank: int, main: int | None) -> dict[str, Any]:
-    """What a rank is in: where its code stands, the collectives it waits for, its last events, newest first."""
+    """Reports a rank: where its code stands, the collectives it waits for, its last events, newest first."""
     events = [recorder.told(one) for ring in (recorder.ring, recorder.transfers) for one in list(ring)[::-1]]
     found: dict[str, Any] = {
         "rank": rank,

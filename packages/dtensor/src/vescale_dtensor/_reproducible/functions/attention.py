@@ -22,7 +22,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float | Tensor = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As F.scaled_dot_product_attention; `dropout_p` may be the noise [..., L, S] itself."""
+    """Replaces F.scaled_dot_product_attention; `dropout_p` may be the noise [..., L, S] itself."""
     dtype = query.dtype
     shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (wide(x).expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (query, key, value))
@@ -51,7 +51,7 @@ def attend(
 
 
 def kernel_for(kernel: Callable) -> Callable:
-    """What stands in for a kernel of attention (`products/attention.py`): of any, for all take the same arguments."""
+    """Replaces a kernel of attention (`products/attention.py`): any, for all take the same arguments."""
     return attend
 
 

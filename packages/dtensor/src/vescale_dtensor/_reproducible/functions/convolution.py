@@ -22,7 +22,7 @@ from .product import Labels, Product
 
 @form(torch.conv1d, torch.conv2d, torch.conv3d)
 def convolution(call: Call, splits: Splits) -> Decision | None:
-    """Of batches; samples without a batch and grouped channels run whole."""
+    """Convolves batches; samples without a batch and grouped channels run whole."""
     x, weight = call.operands[:2]
     n = weight.ndim - 2
     if call.get(6, "groups", 1) != 1 or x.ndim != n + 2 or not x.layout.numel:

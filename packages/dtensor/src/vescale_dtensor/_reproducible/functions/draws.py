@@ -17,7 +17,7 @@ from ..._rules.traits import Trait
 
 
 def draws_by_place(entry: Entry) -> bool:
-    """Whether a function draws a number for each element of its first tensor."""
+    """True if a function draws a number for each element of its first tensor."""
     traits = entry.traits
     return Trait.DRAWS in traits and (entry.handler is not None or Trait.ELEMENTWISE in traits)
 

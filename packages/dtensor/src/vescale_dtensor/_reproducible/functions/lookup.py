@@ -115,7 +115,7 @@ def embedding(call: Call, splits: Splits) -> Decision | None:
 
 
 class ClassLoss(Function):
-    """x [n, c], target [n] -> losses [n], complete on every rank that holds classes; zero where it is ignored."""
+    """x [n, c], target [n] -> losses [n], complete on every rank that holds classes; zero if it is ignored."""
 
     @staticmethod
     @unseen

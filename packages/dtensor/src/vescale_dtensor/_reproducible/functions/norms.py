@@ -28,7 +28,7 @@ def foreach_norm(call: Call, splits: Splits) -> Decision | None:
 
 @form(torch.linalg.vector_norm, torch.norm, Tensor.norm)
 def norm(call: Call, splits: Splits) -> Decision | None:
-    """Of order 2 over all dims; others run whole."""
+    """Norms of order 2 over all dims; others run whole."""
     order = call.get(1, "ord" if call.function is torch.linalg.vector_norm else "p", 2)
     others = [*call.args[2:], *[value for name, value in call.kwargs.items() if name not in ("ord", "p", "x", "input")]]
     if order not in (2, "fro", None) or any(value not in (None, False) for value in others):

@@ -39,8 +39,7 @@ _WEIGHTED = {name: getattr(torch, name) for name in ("add", "sub", "subtract", "
 
 
 def independent_form(call: Call) -> Callable | None:
-    """What to compute in place of an elementwise call so that its bits do not depend on positions; None
-    where they do not anyway.
+    """Returns a replacement for an elementwise call whose bits do not depend on positions; None if they do not anyway.
 
     A user's function may have any kernel, so it is treated alike."""
     if call.function not in FUNCTIONS:
@@ -70,7 +69,7 @@ def independent_run(form: Callable, inplace: bool) -> Callable:
 
 
 def is_position_dependent_list(call: Call) -> bool:
-    """Whether a call on lists may have the kernels of a POSITION_DEPENDENT function; all but `_foreach_*` may."""
+    """True if a call on lists may have the kernels of a POSITION_DEPENDENT function; all but `_foreach_*` may."""
     if not call.name.startswith("_foreach_"):
         return True
     base = call.name.removeprefix("_foreach_").rstrip("_")

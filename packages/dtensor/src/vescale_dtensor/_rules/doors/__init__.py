@@ -1,1 +1,1 @@
-"""What leads out of the calculus: memory, metadata, Python values, torch.distributed, optimizers' lists of tensors."""
+"""Ways out of the calculus: memory, metadata, Python values, torch.distributed, optimizers' lists of tensors."""

@@ -45,7 +45,7 @@ class GlobalValueWarning(UserWarning):
 
 
 class Done:
-    """What a collective with nothing to do hands back for `async_op=True`."""
+    """Handle of a collective with nothing to do, for `async_op=True`."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -63,7 +63,7 @@ def _functions(names: list[str]) -> list[Callable]:
 
 @handler(_functions(_ALIKE))
 def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
-    """Nothing to do within the tensor's own mesh; no communication."""
+    """Does nothing within the tensor's own mesh; no communication."""
     given = args[0] if args else next(kwargs[name] for name in ("tensor", "tensors") if name in kwargs)
     tensors = [t for t in (given if isinstance(given, (tuple, list)) else [given]) if type(t) is DTensor]
     name = function_name(function)
@@ -116,7 +116,7 @@ def parts(function: Callable, args: tuple, kwargs: dict) -> None:
 
 @handler(Tensor.is_complex, torch.is_complex)
 def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """What torch's collectives ask of the tensors in their lists, which do not come to `__torch_function__`."""
+    """Answers torch's collectives for the tensors in their lists, which do not come to `__torch_function__`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("vescale_dtensor"):
         frame = frame.f_back
@@ -136,7 +136,7 @@ _METHODS = """
 
 
 _PLAIN = frozenset({Tensor, int})
-"""What the lists hold of which nothing has to be asked: tensors, and sizes of the parts that they are cut into."""
+"""Types of list entries that need no check: tensors, and sizes of the parts that they are cut into."""
 
 
 def _method(kind: type, name: str, original: Callable) -> Callable:
@@ -219,7 +219,7 @@ def leave_nobody_waiting() -> None:
 
 
 def _is_functional() -> bool:
-    """Whether torch's autograd-aware collectives call: their backward would communicate once more."""
+    """True if torch's autograd-aware collectives call: their backward would communicate once more."""
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

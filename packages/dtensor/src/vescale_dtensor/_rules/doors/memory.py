@@ -62,7 +62,7 @@ def address(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 class GlobalStorage:
-    """What `untyped_storage()` and `storage()` of a sharded or partial tensor answer: identity and the global size.
+    """Answers `untyped_storage()` and `storage()` of a sharded or partial tensor: identity and the global size.
 
     `data_ptr()` is a number of this storage alone, the same for all tensors in it, and no address; of a tensor in a
     part of a larger buffer (parameters under ZeRO) it is the part's. Its bytes cannot be read.
@@ -88,7 +88,7 @@ class GlobalStorage:
         return self._nbytes
 
     def size(self) -> int:
-        """In bytes, or in elements for `Tensor.storage()`."""
+        """Size in bytes, or in elements for `Tensor.storage()`."""
         return self._nbytes // self._item
 
     __len__ = size
@@ -146,7 +146,7 @@ DTensor._typed_storage = _typed_storage
 
 @handler(Tensor.is_set_to)
 def is_set_to(function: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether both are the same elements of the same memory, under one layout."""
+    """True if both are the same elements of the same memory, under one layout."""
     one, other = args
     if type(one) is not DTensor or type(other) is not DTensor or one._layout.base is not other._layout.base:
         return False
@@ -178,7 +178,7 @@ _CUT_OUT = object()
 
 
 def _origin(tensor: DTensor) -> Any:
-    """Of a view with gaps, the DTensor that it is a view of; `_CUT_OUT` of a part that had to be copied. Call it with
+    """Returns the DTensor that a view with gaps is a view of; `_CUT_OUT` for a part that had to be copied. Call it with
     dispatch disabled."""
     base = tensor._base if tensor._is_view() else None
     if "_is_cut_out" in tensor.__dict__ or base is not None and "_is_cut_out" in base.__dict__:
@@ -191,7 +191,7 @@ def _origin(tensor: DTensor) -> Any:
 def _with_gaps(
     found: tuple[int, ...], strides: Sequence[int], tensor: DTensor, base: DTensor
 ) -> tuple[int, ...] | None:
-    """The strides of a view are multiples of its base's, of which it is known how they grew; None where a stride is a
+    """The strides of a view are multiples of its base's, of which it is known how they grew; None if a stride is a
     multiple of several, which grew unlike each other."""
     with local_only():
         below, sizes, own_sizes = base.stride(), base.shape, tensor.shape
@@ -230,7 +230,7 @@ def order(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handler(Tensor.storage_offset)
 def storage_offset(function: Callable, args: tuple, kwargs: dict) -> int:
-    """Where one device's tensor begins in its storage: 0 for what is no view."""
+    """Returns where one device's tensor begins in its storage: 0 for what is no view."""
     tensor = args[0]
     with local_only():
         if tensor._layout.base.is_replicated:

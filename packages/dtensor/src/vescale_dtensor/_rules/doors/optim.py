@@ -1,4 +1,5 @@
-"""What torch.optim and torch.nn.utils call on lists of tensors: `_foreach_*`, `_fused_*`, the gradient scaler's check.
+"""Functions of torch.optim and torch.nn.utils on lists of tensors: `_foreach_*`, `_fused_*`, the gradient scaler's
+check.
 
     foreach     elementwise item by item: item i of all lists takes one layout (in place: self's), items differ
     fused       all lists take the parameters' layouts, partial gradients are reduced

@@ -1,4 +1,4 @@
-"""Where a tensor becomes a Python value or crosses Python's protocols: item, bool, numpy, deepcopy, pickle, data.
+"""Turns a tensor into Python values and through Python's protocols: item, bool, numpy, deepcopy, pickle, data.
 
 The value is the global tensor's, so on a sharded or partial tensor these communicate
 and must be called on every rank; on a replicated one they do not.

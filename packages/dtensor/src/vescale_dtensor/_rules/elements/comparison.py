@@ -1,4 +1,4 @@
-"""Whether two tensors are equal: a Python bool, the same on every rank.
+"""Compares two tensors: a Python bool, the same on every rank.
 
 Shards are compared where they lie, the second tensor in the first's layout, and one
 byte per rank of each axis that shards them is gathered.
@@ -21,7 +21,7 @@ from ..traits import Trait
 
 
 def _on_all_shards(function, compare: Callable[[Tensor, Tensor], bool], first: Tensor, second: Tensor) -> bool:
-    """Whether `compare` holds for every pair of shards of two tensors of one shape."""
+    """True if `compare` holds for every pair of shards of two tensors of one shape."""
     with torch.no_grad():
         if type(first) is not DTensor:
             return _on_all_shards(function, lambda a, b: compare(b, a), second, first)

@@ -40,8 +40,8 @@ def sized(call: Call):
 
 @rule(Tensor.new_empty, traits=Trait.METADATA)
 def unwritten(call: Call):
-    """What nobody has written is to be filled, most often with parts of the tensor that it was asked of: whole, it
-    would make each of them be gathered."""
+    """Makes unwritten tensors, most often filled with parts of the tensor that it was asked of: whole, it would make
+    each of them be gathered."""
     size = call.rest(1, "size")
     if any(type(one) is not int for one in size):
         return _replicated(call, size)
@@ -66,7 +66,7 @@ def filled(call: Call):
 
 @rule(Tensor.new_tensor, traits=Trait.METADATA)
 def from_data(call: Call):
-    """From numbers; a tensor as data is copied by the fallback."""
+    """Makes tensors from numbers; a tensor as data is copied by the fallback."""
     if len(call.operands) != 1:
         return None
     return _replicated(call, torch.tensor(call.get(1, "data")).shape)

@@ -175,7 +175,7 @@ def cast(call: Call):
 
 @rule([getattr(Tensor, name) for name in _ROUNDING_CASTS], traits=ELEMENTWISE)
 def rounding_cast(call: Call):
-    """To an integer or bool: not linear, a partial input reduces first."""
+    """Casts to an integer or bool: not linear, a partial input reduces first."""
     return elementwise(call)
 
 

@@ -58,7 +58,7 @@ def _blank(tensor: DTensor) -> Tensor:
 
 @handler([getattr(Tensor, name) for name in _FILLS], traits=Trait.DRAWS)
 def fill(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """In place; the old values do not count, so nothing is gathered."""
+    """Fills in place; the old values do not count, so nothing is gathered."""
     own, *rest = args
     if type(own) is not DTensor or any(type(a) is DTensor for a in (*rest, *kwargs.values())):
         return gathered(function)(*args, **kwargs)
@@ -92,7 +92,7 @@ def constant(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handler(torch.rand_like, torch.randn_like, torch.randint_like, traits=Trait.DRAWS | Trait.METADATA)
 def like(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """In the input's layout; where that is partial the result is whole."""
+    """Draws in the input's layout; if that is partial the result is whole."""
     kwargs = dict(kwargs)
     own, *rest = args if args else (kwargs.pop("input"),)
     layout = own._layout.reduced

@@ -52,14 +52,14 @@ def described_attention(query, key, value, mask, dropout_p=0.0, is_causal=False,
 
 @rule(described_attention, exact=True, traits=NONE)
 def _described(call: Call):
-    """As without a mask, where the three meet in a ring; else it falls back."""
+    """Decides as without a mask, if the three meet in a ring; else it falls back."""
     given = dict(zip(("dropout_p", "is_causal", "scale", "enable_gqa"), call.args[4:])) | call.kwargs
     decision = attention(replace(call, args=call.args[:3], kwargs=given), described_attention)
     return decision if getattr(getattr(decision, "run", None), "meets", False) else None
 
 
 def attention(call: Call, kernel: Callable):
-    """As the rule above; `kernel`, which takes the same arguments, is what runs on the shards."""
+    """Decides as the rule above; `kernel`, which takes the same arguments, is what runs on the shards."""
     query, key, value = call.get(0, "query"), call.get(1, "key"), call.get(2, "value")
     mask = call.get(3, "attn_mask")
     causal, grouped = call.get(5, "is_causal", False), call.get(7, "enable_gqa", False)
@@ -149,7 +149,7 @@ def _check_mask(mask: Operand, sizes: tuple[int, ...]) -> None:
 
 
 def _meeting(call: Call, query: Operand, key: Operand, value: Operand, mask, kernel: Callable) -> Meeting | None:
-    """How q, k and v that are cut by sequence meet, where the rest of the call is as they want it."""
+    """Returns how q, k and v that are cut by sequence meet, if the rest of the call is as they want it."""
     swaps = kernel is F.scaled_dot_product_attention and (mask is None or mask.plain)
     return meeting_of(call.mesh, query, key, value, swaps=swaps)
 
@@ -182,7 +182,7 @@ def labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
 
 
 def groups_stay(query: Layout, axes: tuple[int, ...], key: Operand, dim: int = -3) -> bool:
-    """Whether equal cuts of q's and of k's heads, which are their dim `dim`, keep every group with its kv head."""
+    """True if equal cuts of q's and of k's heads, which are their dim `dim`, keep every group with its kv head."""
     states = [query.states[axis] for axis in axes]
     ranks = prod(query.mesh.sizes[axis] for axis in axes)
     return key.shape[dim] % ranks == 0 and all(state.in_one_piece and state.units is None for state in states)
@@ -198,7 +198,7 @@ def _nothing(out: Layout):
 
 
 def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callable):
-    """What runs on this rank's shards.
+    """Returns the function for this rank's shards.
 
     rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle, and keys
     that no row here reaches are left out.

@@ -84,12 +84,12 @@ def _convolution(call: Call, groups: int, transposed: bool) -> Signature | None:
 
 
 def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
-    """What a convolution over no input channels adds up to."""
+    """Returns the sum of a convolution over no input channels."""
     return bias.reshape(-1, *[1] * (weight.ndim - 2))
 
 
 def _keeps_groups(call: Call, groups: int, channel: int) -> bool:
-    """Whether every cut of the channels that the solver may choose gives each rank whole groups.
+    """True if every cut of the channels that the solver may choose gives each rank whole groups.
 
     It may cut them on each axis that shards anything: evenly, or as an operand brings it, in as many chunks as its
     segments or its dealing out have. A channel that is a group of its own may lie anywhere.

@@ -104,7 +104,7 @@ def _undivided(call: Call, query: Operand) -> list:
 
 
 def _rows_stay(query: Layout, form: Form) -> bool:
-    """Whether every rank's rows are whole blocks of the mask. The same on all ranks."""
+    """True if every rank's rows are whole blocks of the mask. The same on all ranks."""
     if form.lists is None:
         return True
     if form.edge == WHOLE or form.is_ordered:
@@ -114,7 +114,7 @@ def _rows_stay(query: Layout, form: Form) -> bool:
 
 
 def _local(query: Layout, outs: tuple[Layout, ...], form: Form, own_heads: Callable | None) -> Callable:
-    """What runs on this rank's shards; own_heads: takes the kv heads of its queries."""
+    """Returns the function for this rank's shards; own_heads: takes the kv heads of its queries."""
     cut = [held_ranges(query, dim) if query.axes_of(dim) else None for dim in range(3)]
     places, empty = Places(*cut), 0 in outs[0].local_shape
     grouped = form.grouped

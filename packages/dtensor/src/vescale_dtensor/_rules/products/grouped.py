@@ -32,7 +32,7 @@ def grouped_mm(call: Call) -> Signature | None:
 
 
 def _stays_aligned(call: Call, size: int) -> bool:
-    """Whether each cut that the solver may choose leaves every rank rows that the kernels take."""
+    """True if each cut that the solver may choose leaves every rank rows that the kernels take."""
     cuts = [state for operand in call.operands for state in operand.states if state.kind == "S"]
     axes = {axis for operand in call.operands for axis, state in enumerate(operand.states) if state.kind == "S"}
     if any(state.units is not None or state.order is not None for state in cuts):

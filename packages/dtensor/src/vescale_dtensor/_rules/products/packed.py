@@ -30,7 +30,7 @@ from .attention import decided, groups_stay, select
 
 HEADS = -2
 PAGES = 12
-"""Where torch's operator takes a table of pages."""
+"""Position at which torch's operator takes a table of pages."""
 
 
 @late_rule("torch_attn::_varlen_attn")
@@ -77,7 +77,7 @@ for _module in ("flash_attn.flash_attn_interface", "flash_attn_interface"):
 
 
 def _by_heads(call: Call, query: Operand, key: Operand, value: Operand) -> Decision | None:
-    """With the result alone as output, cut by heads and, of four dims, by the batch."""
+    """Decides with the result alone as output, cut by heads and, of four dims, by the batch."""
     if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}) or key.shape[:-1] != value.shape[:-1]:
         return None
     heads, shared = query.shape[HEADS], key.shape[HEADS]

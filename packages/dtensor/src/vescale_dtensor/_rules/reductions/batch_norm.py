@@ -58,7 +58,7 @@ def _or_empty(function: Callable) -> Callable:
 
 
 def _batch_norm_arguments(call: Call) -> dict:
-    """By name, for `F.batch_norm` and for `torch.batch_norm`."""
+    """Returns arguments by name, for `F.batch_norm` and for `torch.batch_norm`."""
     names = ["running_mean", "running_var", "weight", "bias", "training"]
     if call.function is torch.batch_norm:
         names = ["weight", "bias", "running_mean", "running_var", "training"]
@@ -83,7 +83,7 @@ def batch_norm(call: Call):
 
 
 def _written_where_they_are(call: Call, decision, given: dict) -> bool:
-    """Whether the running statistics reach the kernel themselves, not as converted copies."""
+    """True if the running statistics reach the kernel themselves, not as converted copies."""
     for name in ("running_mean", "running_var"):
         operand = given[name]
         target = decision.targets[operand.index] if operand is not None else None
@@ -174,7 +174,7 @@ def group_norm(call: Call):
 
 
 def _on_boundaries(layout: Layout, groups: int) -> bool:
-    """Whether every shard of the channels is a whole number of groups."""
+    """True if every shard of the channels is a whole number of groups."""
     cuts = [layout.states[axis] for axis in layout.axes_of(1)]
     count = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(1))
     return groups % count == 0 and all(cut.in_one_piece and cut.units is None for cut in cuts)
@@ -182,7 +182,7 @@ def _on_boundaries(layout: Layout, groups: int) -> bool:
 
 @rule(F.instance_norm, torch.instance_norm)
 def instance_norm(call: Call):
-    """With running statistics to update: the fallback."""
+    """Decides instance norm; with running statistics to update, the fallback does."""
     names = ["running_mean", "running_var", "weight", "bias", "use_input_stats"]
     if call.function is torch.instance_norm:
         names = ["weight", "bias", "running_mean", "running_var", "use_input_stats"]

@@ -103,7 +103,7 @@ def linear_cross_entropy(call: Call):
 
 
 def picked(input, target, weight, ignore_index):
-    """-weight * input at the target, zero where it is ignored: nll_loss on a sharded class dim. Only as a rule."""
+    """-weight * input at the target, zero if it is ignored: nll_loss on a sharded class dim. Only as a rule."""
     raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ def picked_rule(call: Call):
 
 
 def counted(each, target, weight, ignore_index):
-    """How many targets are not ignored, or the sum of their weights. Only as a rule.
+    """Counts the targets that are not ignored, or sums their weights. Only as a rule.
 
     `each`, the losses, only says which mesh this is on: target and weight may be plain.
     """
@@ -181,7 +181,7 @@ def _local_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _result_dtype(input: Tensor) -> torch.dtype:
-    """What cross_entropy returns: the input's dtype, or float32 under autocast."""
+    """Returns cross_entropy's dtype: the input's, or float32 under autocast."""
     with local_only():
         dtype, device = input.dtype, input.device.type
     known = torch.amp.is_autocast_available(device)  # not for meta tensors, in a dry run

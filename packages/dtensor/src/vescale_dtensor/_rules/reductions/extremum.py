@@ -131,7 +131,7 @@ def first_extreme(x: DTensor, dim: int, keepdim: bool, side: Side, function) -> 
 
 
 def first_row(parts: Tensor, indices: Tensor, none: int, side: Side) -> tuple[Tensor, Tensor]:
-    """Of rows of (value, index), the extreme value with the lowest index."""
+    """Returns the extreme value with the lowest index, from rows of (value, index)."""
     extreme = _equal(parts, side.amax(parts.detach(), 0), True)
     index, row = torch.where(extreme, indices, none).min(0, keepdim=True)
     return parts.gather(0, row).squeeze(0), index.squeeze(0)
@@ -201,7 +201,7 @@ def aminmax(call: Call):
 
 @rule(torch.max, Tensor.max, torch.min, Tensor.min)
 def extreme(call: Call):
-    """Of two tensors elementwise; of all elements; or along a dim, with indices."""
+    """Extremum of two tensors elementwise; of all elements; or along a dim, with indices."""
     if len(call.operands) == 2:
         return elementwise(call)
     found = _arguments(call)

@@ -112,7 +112,7 @@ def elementwise_loss(call: Call):
 
 @rule(F.mse_loss)
 def mse_loss(call: Call):
-    """With a weight, a mean is over the weight's sum: torch's own formula, op by op."""
+    """Decides mse_loss; with a weight, a mean is over the weight's sum: torch's own formula, op by op."""
     if len(call.operands) == 3:
         return decomposed(run_body(F.mse_loss, call.mesh))
     return elementwise_loss(call)

@@ -232,7 +232,7 @@ def upcast(x: DTensor) -> DTensor:
 
 
 def _root(variance: DTensor) -> DTensor:
-    """The square root, with gradient zero where it is zero (as torch.std has it)."""
+    """The square root, with gradient zero if it is zero (as torch.std has it)."""
     variance = reduced(variance, "std")
     zero = variance == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())

@@ -52,7 +52,7 @@ def mode(call: Call):
 
 @rule(torch.median, Tensor.median, torch.nanmedian, Tensor.nanmedian)
 def median(call: Call):
-    """Of all elements, or along a dim with indices."""
+    """Median of all elements, or along a dim with indices."""
     if argument(call, 1, "dim", other="axis") is None:
         return reduction(call, range(call.operands[0].ndim), False)
     dims = _one_dim(call, 1)

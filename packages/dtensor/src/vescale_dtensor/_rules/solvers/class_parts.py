@@ -1,4 +1,4 @@
-"""What each rank of a sharded class dim knows per sample, and the loss from it.
+"""Class losses from what each rank of a sharded class dim knows per sample.
 
 Each rank computes what the loss needs of its own classes: their largest logit and the
 logsumexp above it, the logit of the target if it is one of them, and, where asked for,
@@ -32,7 +32,7 @@ def _labels(ndim: int, dim: int) -> tuple:
 
 
 def solved(call: Call, own: Operand, target: Operand, weight: Operand | None, dim: int):
-    """Where the operands go, and the layout of the losses before reduction: partial where classes are split."""
+    """Places the operands, and lays out the losses before reduction: partial if classes are split."""
     labels = _labels(own.ndim, dim)
     each = tuple(label for label in labels if label != "c")
     names = {own.index: labels, target.index: labels if target.shape == own.shape else each}

@@ -153,7 +153,8 @@ def grids(call: Call) -> Decision:
 
 @rule(torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 def covariance(call: Call) -> Decision | None:
-    """Of at least as many observations as are taken off: of fewer torch warns, which the fallback leaves to it."""
+    """Covariance of at least as many observations as are taken off: of fewer torch warns, which is left to the
+    fallback."""
     x = call.operands[0]
     count = x.shape[-1] if x.ndim else 1
     if x.ndim > 2 or not x.layout.numel or count <= call.kwargs.get("correction", 1):

@@ -19,7 +19,7 @@ def held_ranges(layout: Layout, dim: int) -> Ranges:
 
 
 def owned(ids: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
-    """For global `ids`: the local index (0 where it is another rank's), and whether this rank holds it."""
+    """Returns, for global `ids`, the local index (0 if it is another rank's), and whether this rank holds it."""
     index, mine, at = torch.zeros_like(ids), None, 0
     for start, stop in ranges:
         inside = (ids >= start) & (ids < stop)

@@ -76,7 +76,7 @@ def splits(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def only_split(call: Call, dims: Sequence[int]) -> bool:
-    """Whether the call has one operand, a DTensor that is not written to, and some of `dims` is sharded."""
+    """True if the call has one operand, a DTensor that is not written to, and some of `dims` is sharded."""
     return len(call.operands) == 1 and not call.inplace and bool(splits(call.operands[0].layout, dims))
 
 

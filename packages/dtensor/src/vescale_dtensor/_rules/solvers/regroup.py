@@ -1,4 +1,4 @@
-"""Where a cut of one dim lies after a view: pure geometry.
+"""Carries a cut of one dim through a view: pure geometry.
 
 A view lines up runs of input dims with runs of output dims of equal product
 (`groups_of`); only inside such a group do elements change dims. There, in the
@@ -44,7 +44,7 @@ class Comb:
     spans: tuple[int, ...]
     order: tuple[int, ...] | None = None
     parts: tuple[Ranges, ...] = ()
-    """Where a rank's span lies in several parts: whose they are, and each rank's ranges in a block."""
+    """Owners of a rank's span that lies in several parts, and each rank's ranges in a block."""
 
 
 def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
@@ -73,7 +73,8 @@ def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
 
 
 def combs_of(state: State, at: int, sizes: tuple[int, ...], count: int) -> list[Comb]:
-    """What `state` makes of dim number `at` of a group of local `sizes`; equal descriptions, the finest first."""
+    """Describes the cut of `state` of dim number `at` of a group of local `sizes`; equal descriptions, the finest
+    first."""
     inner = prod(sizes[at + 1 :])
     spans = tuple(size // state.groups * inner for size in cut_sizes(state, sizes[at], count))
     blocks = prod(sizes[:at]) * state.groups
@@ -103,7 +104,7 @@ def states_of(comb: Comb, at: int, sizes: tuple[int, ...]) -> list[State]:
 
 
 def _ordered(order: tuple[int, ...], size: int, inner: int, count: int) -> tuple[Ranges, ...]:
-    """What each rank holds of `size` indices of `inner` elements each, in elements."""
+    """Returns each rank's part of `size` indices of `inner` elements each, in elements."""
     cuts = cut(sharded(0, order=order), size, count)
     return tuple(tuple((start * inner, stop * inner) for start, stop in ranges) for ranges in cuts)
 

@@ -16,13 +16,13 @@ from ..registry import Operand
 
 
 def is_contiguous_cut(x: Operand, dim: int) -> bool:
-    """Whether `dim` is sharded, and every rank holds one range of it."""
+    """True if `dim` is sharded, and every rank holds one range of it."""
     axes = x.layout.axes_of(dim)
     return bool(axes) and all(x.states[axis].in_one_piece for axis in axes)
 
 
 class Rows:
-    """What this rank holds of the indexed dims `dims` of a tensor of `layout`, for the closure of a decision.
+    """This rank's part of the indexed dims `dims` of a tensor of `layout`, for the closure of a decision.
 
     negative: whether the function counts a negative index from the end.
     """

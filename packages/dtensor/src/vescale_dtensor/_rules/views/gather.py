@@ -120,7 +120,7 @@ def take_along_dim(call: Call):
 
 @rule(torch.take, Tensor.take)
 def take(call: Call):
-    """By flat index: x is whole, the result is sharded as the index."""
+    """Takes by flat index: x is whole, the result is sharded as the index."""
     x, index = call.get(0, "input"), call.get(1, "index")
     if not isinstance(x, Operand) or not isinstance(index, Operand):
         return None

@@ -66,7 +66,7 @@ def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
 
 
 def _of_parts(layout: Layout, items: list[Item]) -> Decision | None:
-    """Slices of cut dims that keep a cut: a view of the shards. None where one does not, or nothing cut is sliced."""
+    """Slices of cut dims that keep a cut: a view of the shards. None if one does not, or nothing cut is sliced."""
     found = sliced(layout, items)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What an index says of each dim, and which part of a dim's indices a rank holds."""
+"""Reads an index dim by dim, and finds the part of a dim's indices that a rank holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..._layouts.strides import memory_order
 
 
 class Item(NamedTuple):
-    """What an index says of one dim: a range of it, one index of it (`drop`), or a new dim (dim None)."""
+    """An index of one dim: a range of it, one index of it (`drop`), or a new dim (dim None)."""
 
     dim: int | None
     taken: range = range(1)
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def is_basic(index: object) -> bool:
-    """Whether an index is of integers, slices of integers, None and Ellipsis only."""
+    """True if an index is of integers, slices of integers, None and Ellipsis only."""
     items = index if isinstance(index, tuple) else (index,)
     return all(
         item is None or item is Ellipsis or _is_integer(item)
@@ -50,7 +50,7 @@ def _is_integer(item: object) -> bool:
 
 
 def parse(index: object, shape: Sequence[int]) -> list[Item] | None:
-    """A basic index, one item per dim of the tensor and per new dim. None where torch would raise."""
+    """A basic index, one item per dim of the tensor and per new dim. None if torch would raise."""
     entries = list(index) if isinstance(index, tuple) else [index]
     missing = len(shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
     if missing < 0 or entries.count(Ellipsis) > 1:
@@ -83,7 +83,7 @@ def _item(entry: object, dim: int, size: int) -> Item | None:
 
 
 def is_alias(layout: Layout, index: object) -> bool:
-    """Whether a basic index of a tensor of `layout` gives a view of the shards."""
+    """True if a basic index of a tensor of `layout` gives a view of the shards."""
     items = parse(index, layout.shape)
     return items is not None and not any(
         item.dim is not None and not item.is_full(layout.shape) and layout.axes_of(item.dim) for item in items
@@ -91,7 +91,7 @@ def is_alias(layout: Layout, index: object) -> bool:
 
 
 def pieces(ranges: Ranges, taken: range) -> list[Piece]:
-    """What a rank that holds `ranges` of a dim holds of the indices `taken`, by position."""
+    """Returns the part of the indices `taken` on a rank that holds `ranges` of a dim, by position."""
     found, offset = [], 0
     for low, high in ranges:
         first = max(0, -(-(low - taken.start) // taken.step))
@@ -146,5 +146,5 @@ def align(shape: Sequence[int], view: Sequence[tuple]) -> tuple | None:
 
 
 def enters_here(layout: Layout) -> bool:
-    """Whether a constant enters a tensor of `layout` on this rank: on the first one of each partial axis."""
+    """True if a constant enters a tensor of `layout` on this rank: on the first one of each partial axis."""
     return not any(s is PARTIAL and at for s, at in zip(layout.states, layout.mesh.coordinate))

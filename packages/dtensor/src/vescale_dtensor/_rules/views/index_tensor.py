@@ -114,7 +114,7 @@ def _holds_tensor(item: Any) -> bool:
 
 
 def _width(item: Any) -> int:
-    """How many dims of the tensor an entry of an index takes."""
+    """Returns how many dims of the tensor an entry of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype in _MASKS else 1
@@ -131,7 +131,7 @@ def expanded(tensors: list[tuple[int, Tensor]]) -> tuple[tuple[int, ...], list[T
 
 
 def true_positions(mask: Tensor) -> tuple[Tensor, ...]:
-    """Where a mask is true, per dim, the same on every rank. Gathers a sharded mask."""
+    """Returns where a mask is true, per dim, the same on every rank. Gathers a sharded mask."""
     if type(mask) is DTensor:
         layout = mask._layout.base
         mask = convert_operand(mask, layout, layout.invariant, Tensor.__getitem__)
@@ -191,7 +191,7 @@ def _run(function, x: Tensor, *args: Any) -> Tensor:
 
 
 def _is_fill(value: Any, x: Tensor) -> bool:
-    """Whether masked_fill_ takes the value as assignment does: one number that needs no conversion."""
+    """True if masked_fill_ takes the value as assignment does: one number that needs no conversion."""
     if isinstance(value, Tensor):
         return not value.ndim and value.dtype == x.dtype
     if isinstance(value, int):
@@ -201,7 +201,7 @@ def _is_fill(value: Any, x: Tensor) -> bool:
 
 @rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
 def index_put(call: Call):
-    """In place or not; bool indices too."""
+    """Puts values, in place or not; bool indices too."""
     put = put_dims if call.inplace else with_put
 
     def run(x: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -249,7 +249,7 @@ with_put.__name__ = with_put.__qualname__ = "index_put"
 
 
 def index_position(dims: Sequence[int]) -> int:
-    """Where the dims of the index tensors come in the result: in place when adjacent, else in front."""
+    """Returns the position of the index tensors' dims in the result: in place when adjacent, else in front."""
     return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
@@ -352,7 +352,7 @@ def _writer(rows: Rows | None, at: int, ndim: int, width: int, drop_value: bool,
 
 
 def _part(value: Tensor, inside: Tensor, at: int, trailing: int) -> Tensor:
-    """What of a value, that is broadcast over the index dims at `at`, belongs to the indices inside."""
+    """Returns the part of a value, broadcast over the index dims at `at`, for the indices inside."""
     ndim = at + inside.ndim + trailing
     while value.ndim > ndim:
         value = value.squeeze(0)

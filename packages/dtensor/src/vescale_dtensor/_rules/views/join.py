@@ -85,7 +85,7 @@ def _blocks(call: Call, dim: int) -> Callable | None:
 
 
 MOST_CHUNKS = 64
-"""Of a dim that is dealt out in an order that `cat` makes."""
+"""Most chunks of a dim that is dealt out in an order that `cat` makes."""
 
 
 def _dealt_out(call: Call, axis: int, dim: int):
@@ -160,7 +160,7 @@ _STACKS = {
 
 @rule(list(_STACKS), traits=Trait.MOVES)
 def stacks(call: Call):
-    """As `cat` of what `atleast_*d` gives."""
+    """Joins as `cat` of what `atleast_*d` gives."""
     return decomposed(_STACKS[call.function]) if "out" not in call.kwargs else None
 
 
@@ -250,7 +250,7 @@ def _splitter(sizes: list[int], dim: int) -> Callable:
 
 
 def _explain(layout: Layout, axis: int, shapes: list[tuple[int, ...]]) -> tuple[str, tuple]:
-    """For `strict()`: which cut the pieces do not respect, and the one they would."""
+    """Tells `strict()` which cut the pieces do not respect, and the one they would."""
     state = layout.states[axis]
     name, count = layout.mesh.names[axis], layout.mesh.sizes[axis]
     sizes = [shape[state.dim] for shape in shapes]

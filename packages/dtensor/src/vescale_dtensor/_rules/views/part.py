@@ -43,8 +43,8 @@ def _simplest(dim: int, count: int, order: tuple[int, ...]) -> State | None:
 
 
 def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int, slice]] | None:
-    """What an index of one item per dim leaves of a layout's cuts, where it takes runs of cut dims and each keeps one:
-    the states of the result, and per such dim what this rank takes of its shard. None where a cut has to go, or a dim
+    """Slices a layout's cuts by an index of one item per dim, if it takes runs of cut dims and each keeps one: returns
+    the states of the result, and per such dim what this rank takes of its shard. None if a cut has to go, or a dim
     is cut by several axes, and where no cut dim is sliced."""
     taken = {item.dim: item for item in items if item.dim is not None and not item.is_full(layout.shape)}
     places = {item.dim: place for place, item in enumerate(item for item in items if not item.drop)}
@@ -73,7 +73,7 @@ def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int
 
 
 def _keeps_cut(state: State, count: int, size: int, taken: range) -> bool:
-    """Whether every `taken.step`-th index of a dim is cut as the dim is: each run that a rank has is whole steps."""
+    """True if every `taken.step`-th index of a dim is cut as the dim is: each run that a rank has is whole steps."""
     step = taken.step
     if state.units is not None or taken.start >= step or len(taken) * step != size:
         return False
@@ -85,5 +85,5 @@ def _keeps_cut(state: State, count: int, size: int, taken: range) -> bool:
 
 
 def _within(held: Ranges, start: int, stop: int) -> int:
-    """How many indices of [start, stop) a rank has that holds these ranges."""
+    """Returns how many indices of [start, stop) a rank has that holds these ranges."""
     return sum(max(0, min(high, stop) - max(low, start)) for low, high in held)

@@ -26,7 +26,7 @@ from ..._tensor.tensor import local_only
 
 
 class Shift(NamedTuple):
-    """From a dim cut as `held` to one cut as `wanted`, both per rank of the axis, in places of the result."""
+    """Shifts a dim cut as `held` to one cut as `wanted`, both per rank of the axis, in places of the result."""
 
     mesh: Mesh
     axis: int
@@ -34,14 +34,14 @@ class Shift(NamedTuple):
     held: tuple[Ranges, ...]
     wanted: tuple[Ranges, ...]
     offset: int
-    """From a place of the result to its place in the source."""
+    """Distance from a place of the result to its place in the source."""
 
     @property
     def back(self) -> Shift:
         return Shift(self.mesh, self.axis, self.dim, self.wanted, self.held, -self.offset)
 
     def spans(self, source: int, target: int) -> list[tuple[int, int]]:
-        """What one rank holds of another's part, in places of the source."""
+        """Returns the part of `target` that `source` holds, in places of the source."""
         wanted = tuple((start + self.offset, stop + self.offset) for start, stop in self.wanted[target])
         return intersect(self.held[source], wanted)
 
@@ -53,8 +53,8 @@ class Shift(NamedTuple):
 
 
 def shift_of(layout: Layout, dim: int, offset: int, length: int) -> tuple[Shift, State] | None:
-    """How a slice or pad of a dim keeps a cut, and which: of a dim whose chunks one axis deals out, and of one that a
-    plan's context axis cuts in one piece per rank. None for every other cut."""
+    """Returns how a slice or pad of a dim keeps a cut, and which: of a dim whose chunks one axis deals out, and of one
+    that a plan's context axis cuts in one piece per rank. None for every other cut."""
     axes = layout.axes_of(dim)
     if len(axes) != 1 or not length:
         return None

@@ -26,7 +26,7 @@ from ..traits import Trait
 
 
 class Memory(enum.IntEnum):
-    """What one device's memory of a tensor is, as a rank knows it; of what several know the greatest holds."""
+    """One device's memory of a tensor, as a rank knows it; of what several know the greatest holds."""
 
     OWN = 0
     PART_OF_ANOTHER = 1

@@ -86,7 +86,7 @@ def reshape_to(call: Call, after: tuple[int, ...], local: Callable = _reshaped) 
         return None if kept is None else (kept,)
 
     def offers(axis, state, source, results):
-        """What gives a plain shard of an output dim: with it, uneven heads stay whole."""
+        """Yields states that give a plain shard of an output dim: with it, uneven heads stay whole."""
         count = source.mesh.sizes[axis]
         for group in groups:
             for dim in group.outs:
@@ -119,7 +119,7 @@ def _empty(call: Call, after: tuple[int, ...], local: Callable) -> Decision:
 
 
 def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) -> tuple[str, tuple]:
-    """For `strict()`: which dim, which axis, all sizes, and what would divide."""
+    """Tells `strict()` which dim, which axis, all sizes, and what would divide."""
     state: State = layout.states[axis]
     name, count = layout.mesh.names[axis], layout.mesh.sizes[axis]
     dims = ", ".join(f"dim {j} ({after[j]})" for j in group.outs)
@@ -196,7 +196,7 @@ def flatten(call: Call):
 
 @rule(Tensor.ravel, torch.ravel, traits=RESHAPES)
 def ravel(call: Call):
-    """As torch writes it: of what does not lie in order it is a copy, where a reshape may be a view."""
+    """Flattens as torch writes it: of what does not lie in order it is a copy, where a reshape may be a view."""
     return decomposed(lambda input: input.contiguous().view(-1))
 
 

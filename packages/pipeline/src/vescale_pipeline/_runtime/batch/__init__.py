@@ -1,1 +1,1 @@
-"""What enters a call and what leaves it: microbatches, tensors that the forward writes to, outputs of the batch."""
+"""Inputs and outputs of a call: microbatches, tensors that the forward writes to, outputs of the batch."""

@@ -1,4 +1,4 @@
-"""What a forward does to the arguments of a call: each of its runs has copies of what it writes to.
+"""Protects a call's arguments from the forward: each of its runs has copies of the tensors it writes to.
 
 A dry run finds which tensors these are, by their versions. When the call has ended, the caller's own take what the last
 stage's runs have left (`call_exchange.share_written`), as on one device. A list, dict or dataclass that a forward
@@ -92,7 +92,7 @@ class Runs:
         return self._forward(copy)
 
     def alone(self, part: Part) -> Any:
-        """On placeholders: of what it leaves nothing is kept."""
+        """Runs on placeholders: nothing of what it leaves is kept."""
         return self._forward(on_copies(part, self._written))
 
     def places(self, part: Part) -> list[Tensor]:
@@ -117,7 +117,7 @@ def check_views(whole: Part, part: Part, written: Collection[int], local: Callab
 
 
 def _changed(before: Any, now: Any, own: dict[int, Tensor]) -> str | None:
-    """The kind of a container that holds something else than before; None where all hold the same."""
+    """The kind of a container that holds something else than before; None if all hold the same."""
     if isinstance(before, Tensor):
         return None
     entries, current = _entries(before), _entries(now)

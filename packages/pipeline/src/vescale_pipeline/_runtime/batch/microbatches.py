@@ -103,7 +103,7 @@ def loss_weights(
     parts: list[Any],
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Weights:
-    """What each part's loss counts for in the batch's: shares of 1, or 1 each where the loss is a sum.
+    """Returns the weight of each microbatch's loss in the batch's: shares of 1, or 1 each if the loss is a sum.
 
     A mean over labels weighs a part by the labels that it does not ignore. They are counted from the targets, which no
     stage computes: the forward is run once more per part, on placeholders alone. `whole` makes a distributed count one
@@ -189,7 +189,7 @@ def _labels(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """The labels that a mean divides by, a number; None where it is none, which nobody asks for."""
+    """The labels that a mean divides by, a number; None if it is none, which nobody asks for."""
     if reduction != "mean" or type(target) is Placeholder or target.is_floating_point():
         return None
     kept = target != ignore_index

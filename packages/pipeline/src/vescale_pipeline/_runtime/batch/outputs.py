@@ -1,4 +1,4 @@
-"""What an evaluation returns, on every rank: what one device would have returned for the whole batch."""
+"""The result of an evaluation, on every rank: what one device would have returned for the whole batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def share_outputs(
 def number_shares(
     member: Member, call: Call, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
 ) -> dict[int, Weights]:
-    """Of the numbers that a training call returns, what each microbatch's counts for, where they are made. Call it
+    """Returns the microbatches' shares in each number that a training call returns, on the rank that makes it. Call it
     before the call's actions: user code may run for it, which a stage's parameters rest after."""
     if member.rank != member.last:
         return {}
@@ -75,9 +75,9 @@ def number_shares(
 
 
 def share_numbers(member: Member, call: Call, state: Interpreter, shares: dict[int, Weights], loss: Tensor) -> Any:
-    """What a training call returns: the `loss`, and numbers over the batch's rows that have no gradient (metrics), as
-    in an evaluation. Elsewhere stand placeholders, whose use raises: rows stay where they are, and the backward of
-    what has a gradient has run.
+    """Returns the result of a training call: the `loss`, and numbers over the batch's rows that have no gradient
+    (metrics), as in an evaluation. Elsewhere stand placeholders, whose use raises: rows stay where they are, and the
+    backward of what has a gradient has run.
 
     Cost: the numbers, from the rank of the last stage to each other.
     """
@@ -108,7 +108,7 @@ def share_numbers(member: Member, call: Call, state: Interpreter, shares: dict[i
 def _shares(
     member: Member, call: Call, kind: int | Tag, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
 ) -> Weights:
-    """What each microbatch's part of an output counts for."""
+    """Returns each microbatch's share in an output."""
     if not isinstance(kind, frozenset):
         return []
     if kind == call.reduction:
@@ -117,7 +117,7 @@ def _shares(
 
 
 def _lost(kind: int | Tag, call: Call) -> Lost | None:
-    """Why an output cannot be told from the microbatches'; None if it can."""
+    """Says why an output cannot be told from the microbatches'; None if it can."""
     if not isinstance(kind, frozenset):
         return kind if isinstance(kind, Lost) else None
     weighings = kind - ONCE

@@ -1,1 +1,1 @@
-"""What the other stages hold, as far as code over `model.parameters()` may ask of it."""
+"""The other stages' parameters, as far as code over `model.parameters()` may ask for them."""

@@ -1,4 +1,4 @@
-"""Whether what other stages hold may have changed, told from what this rank does: all ranks run one loop.
+"""Tells whether other stages' parameters may have changed, from this rank's own calls: all ranks run one loop.
 
 Gradients there change with a call, and with the gradients here; values with a step of any optimizer, and with the
 values here. An optimizer may write to memory of its own behind a parameter, which counts no version up: steps are

@@ -1,4 +1,4 @@
-"""What the other stages hold, as one more parameter: `clip_grad_norm_(model.parameters())` is global.
+"""The other stages' gradients, as one more parameter: `clip_grad_norm_(model.parameters())` is global.
 
 Under a pipeline `model.parameters()` ends with an `OtherStages`, a parameter of no elements. It and its gradient, which
 has no elements either, have the norm of all that this rank does not hold: so any code that takes the norm of every
@@ -78,7 +78,7 @@ class Norms:
 
     @property
     def is_old(self) -> bool:
-        """Whether they are no longer those of the copy."""
+        """True if they are no longer those of the copy."""
         return self.then is not None and self.now() != self.then
 
 
@@ -113,7 +113,7 @@ class OtherStages(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        """Nothing to keep: it is always what the other stages hold."""
+        """Ignores what is set: it is always what the other stages hold."""
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -142,7 +142,7 @@ class Remote(Tensor):
     """All gradients elsewhere, or all values, and what becomes of them element by element.
 
     Arguments:
-        norms: of what it began as; None where they say nothing any more of what it is now.
+        norms: of what it began as; None if they say nothing any more of what it is now.
         power: what every element was raised to since.
         is_absolute: whether no element can be negative.
         asked: what is asked of every element: `torch.isfinite` or `torch.isnan`.
@@ -190,7 +190,7 @@ class Remote(Tensor):
             return out
 
     def _followed(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """What norms tell; None if they do not."""
+        """Computes a function from norms; None if they do not suffice."""
         power, absolute = self.power, self.is_absolute
         if function in _VIEWS:
             return Remote(self.norms, self.device, power, absolute, self.asked)
@@ -226,7 +226,7 @@ class Remote(Tensor):
         return None
 
     def _made_of(self, power: float, is_absolute: bool, asked: Callable | None = None) -> Remote:
-        """What is computed of it now, and does not change with it."""
+        """Returns a copy computed from it now, which does not change with it."""
         return Remote(self.norms.copied(), self.device, power, is_absolute, asked)
 
     def _is_like(self, other: Any) -> bool:

@@ -29,7 +29,7 @@ class Placed(NamedTuple):
         numbers: by the parameters' places in the model.
         held: the places of what this rank holds.
         asked: the places that are asked for: of what is trained, or is not, or all.
-        dtype: of what the numbers are of; None where there are none.
+        dtype: of what the numbers are of; None if there are none.
         whole: makes a distributed number of this rank's a plain one.
     """
 
@@ -43,7 +43,7 @@ class Placed(NamedTuple):
         return self._replace(numbers={place: function(one) for place, one in self.numbers.items()})
 
     def at(self, places: Set[int]) -> list[Tensor]:
-        """In the order of the model."""
+        """Returns the numbers at `places`, in the order of the model."""
         return [self.numbers[place] for place in sorted(places & self.numbers.keys())]
 
     @property
@@ -85,7 +85,7 @@ class Told(Tensor):
 
     @classmethod
     def _stacked(cls, given: Sequence[Tensor]) -> list[Tensor] | None:
-        """What is stacked, in the order of the whole model; None if it is not with one such number."""
+        """Returns the stacked numbers in the order of the whole model; None if they do not stack with such a number."""
         told = [one for one in given if type(one) is cls]
         if not all(one.placed is not None and one.order == told[0].order for one in told):
             return None
@@ -100,7 +100,7 @@ class Told(Tensor):
 
     @classmethod
     def _followed(cls, name: str, first: Any, second: Any) -> Any:
-        """What sums, powers and multiples are, where they are known; None where they are not."""
+        """Computes sums, powers and multiples, if they are known; None if not."""
         own, other = (first, second) if type(first) is cls else (second, first)
         if type(own) is not cls or type(other) is cls or own.placed is None:
             return None
@@ -150,7 +150,7 @@ def _added(total: Tensor, told: Told) -> Tensor:
 
 
 _ROUNDINGS = (4, 16)
-"""Of one gradient's number, at most, in bits of its last place: half precision is added up in single."""
+"""Roundings of one gradient's number, at most, in bits of its last place: half precision is added up in single."""
 
 
 def combined(numbers: Sequence[Tensor], order: float | None, device: torch.device) -> Tensor:
@@ -162,7 +162,8 @@ def combined(numbers: Sequence[Tensor], order: float | None, device: torch.devic
 
 
 def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
+    """Computes norms one by one, as torch does; of distributed gradients, those of the whole. Cost: what the norms
+    cost."""
     return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []
 
 
@@ -193,8 +194,8 @@ def norms_of_model(member: Member, order: float, values: bool = False, trained: 
 
 
 def exchange(member: Member, words: Sequence[Any], numbers: Sequence[Tensor]) -> list[tuple[Any, torch.dtype, Tensor]]:
-    """What all ranks tell, in their order: for each number a word (picklable) of what it is of, its dtype, and it, in
-    double precision. Call it on all ranks of the pipeline.
+    """Exchanges numbers between all ranks, in their order: for each a word (picklable) that says what it is of, its
+    dtype, and the number in double precision. Call it on all ranks of the pipeline.
 
     Cost: to and from each rank one message of 8 bytes per number, and one of the words. Raises PipelineError, on all
     ranks, where some have left out a backward; PipelineFailure where a rank is lost.

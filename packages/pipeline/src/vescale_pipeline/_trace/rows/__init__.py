@@ -1,1 +1,1 @@
-"""How the values of a forward come from the rows of its batch."""
+"""Relates the values of a forward to the rows of its batch."""

@@ -22,7 +22,7 @@ _READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index_
 _IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in _IN_PLACE)))
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
-"""Who reads a value to write it down: an error's text, for one."""
+"""Methods that read a value to write it down, for an error's text."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _ADDS = frozenset(("index_add", "index_put"))
 
 @dataclass(frozen=True)
 class Order:
-    """What a value is of the rows in the order of a key.
+    """A value's relation to the rows in the order of a key.
 
     Arguments:
         key: the number of the value by which they were sorted.
@@ -44,7 +44,7 @@ class Order:
 
 
 def sorted_by(note: Note, refs: list[Ref], place: int, grows: bool) -> Order | None:
-    """What the output at `place` of an ascending sort of one dim of the batch's rows is."""
+    """Describes the output at `place` of an ascending sort of one dim of the batch's rows."""
     if len(refs) != 1 or len(refs[0].shape) != 1 or not grows or not _ascends(note):
         return None
     return Order(refs[0].number, "places" if place or note.name == "argsort" else "keys")
@@ -56,7 +56,7 @@ def _ascends(note: Note) -> bool:
 
 def reordered(note: Note, refs: list[Ref], given: list[Any], out: Ref, counted: frozenset[int] | set[int]) -> Any:
     """The tag of what a function makes of values with these tags, one of which is an Order: an Order, "rows" where all
-    are at their places again, or None where that is not known.
+    are at their places again, or None if that is not known.
 
     `counted`: numbers of values that count the rows, 0, 1, ...
     """
@@ -92,7 +92,7 @@ def reordered(note: Note, refs: list[Ref], given: list[Any], out: Ref, counted: 
 
 
 def _from_zero(note: Note) -> bool:
-    """Whether a histogram begins at 0: without limits it begins at the least key of the batch."""
+    """True if a histogram begins at 0: without limits it begins at the least key of the batch."""
     limits = dict(zip(("bins", "min", "max"), note.args[1:])) | note.kwargs
     return limits.get("min") == 0 and limits.get("max", 0) > 0
 
@@ -130,7 +130,7 @@ def _indexed(note: Note, refs: list[Ref], given: list[Any], kinds: list[Any], co
 
 
 def _first(index: Any) -> Any:
-    """Of `places, None` and `places, ...` the first, which alone says which rows are taken."""
+    """Returns the first of `places, None` and `places, ...`, which alone says which rows are taken."""
     if isinstance(index, tuple) and index and all(one is None or one is Ellipsis for one in index[1:]):
         return index[0]
     return index

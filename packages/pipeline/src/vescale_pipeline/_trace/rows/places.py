@@ -1,4 +1,4 @@
-"""Whether a function leaves each row of a batch at its place: what it makes of a row is of that row alone.
+"""Tells whether a function leaves each row of a batch at its place: each output row is made of that row alone.
 
 Most functions that keep a batch's rows do. Here is what does not: functions along the dim of the rows, indices that
 choose among them, and shapes that put them elsewhere. What counts the rows (`arange(len(x))`) is a tag of its own, for
@@ -74,7 +74,7 @@ class Places:
         self._copies: dict[int, int] = {}  # number of a value -> how often the batch lies in it, one after another
 
     def note(self, small: Note, large: Note, refs: list[Ref], others: list[Ref]) -> None:
-        """How often the batch lies in what comes of it."""
+        """Notes how often the batch lies in each output."""
         for out, other in zip(small.outs, large.outs):
             axis = self._axis(out, other)
             if type(axis) is not int:
@@ -94,7 +94,7 @@ class Places:
         return self._copies.get(ref.number, 1)
 
     def mixes(self, small: Note, large: Note, refs: list[Ref], others: list[Ref], tags: list[Any]) -> bool:
-        """Whether what a function makes of the rows is not of each row, at its place."""
+        """True if an output of the function is not made of each row, at its place."""
         if not refs:
             return False
         name = small.name.partition(".")[0].removeprefix("fft_").removeprefix("linalg_").strip("_")
@@ -136,7 +136,7 @@ class Places:
         )
 
     def _chooses(self, index: Any, first: Ref, axis: int, tags: dict[int, Any]) -> bool:
-        """Whether an index chooses among the rows: by numbers other than each row's own, or a slice."""
+        """True if an index chooses among the rows: by numbers other than each row's own, or a slice."""
         at = 0
         entries = list(index) if isinstance(index, (tuple, list)) else [index]
         taken = sum(_dims_of(entry) for entry in entries)
@@ -159,7 +159,7 @@ class Places:
         return True
 
     def _dims(self, note: Note, place: int, default: Any, first: Ref) -> set[int] | None:
-        """None of all dims."""
+        """Returns the dims along which a function runs; None for all."""
         if note.function is F.unfold:  # windows of an image
             return set()
         named = note.args[place] if len(note.args) > place else default
@@ -178,7 +178,7 @@ class Places:
 
 
 def counts_rows(note: Note, tags: list[Any]) -> bool:
-    """Whether what comes of numbers of rows are such, too."""
+    """True if a function of numbers of rows gives such numbers, too."""
     if tags != [NUMBERS]:
         return False
     return note.name in _OF_NUMBERS or note.name == "getitem" and all(
@@ -195,7 +195,7 @@ def _takes_a_part(note: Note) -> bool:
 
 
 def _dims_of(entry: Any) -> int:
-    """Of the indexed tensor, how many dims an entry of an index takes."""
+    """Returns how many dims of the indexed tensor an entry of an index takes."""
     if entry is None or entry is Ellipsis or type(entry) is bool:
         return 0
     return len(entry.shape) if isinstance(entry, Ref) and entry.boolean else 1

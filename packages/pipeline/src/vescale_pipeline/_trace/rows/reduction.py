@@ -1,4 +1,4 @@
-"""How a forward's loss, and all that it returns, comes from the rows of its batch: what a microbatch's loss weighs, and
+"""Relates a forward's loss, and all that it returns, to the rows of its batch: how much a microbatch's loss weighs, and
 how an evaluation's outputs come together. See `tags.py`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tenso
 
 
 def outputs(part: Notes, whole: Notes, times: int, results: tuple[list[Tensor], list[Tensor]]) -> list[int | Tag]:
-    """Of everything that a forward returned: the dim that has the batch's rows, or else its tag."""
+    """Describes everything that a forward returned: the dim that has the batch's rows, or else its tag."""
     if times == 1:
         return [CONSTANT] * len(results[0])
     pairs = list(zip(*results))
@@ -62,7 +62,7 @@ def _tags(part: Notes, whole: Notes, times: int, results: list[tuple[Tensor, Ten
 
 
 def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note, Note]] | None:
-    """Each function of a part's forward with that of the whole batch; None where they call different ones. The whole
+    """Each function of a part's forward with that of the whole batch; None if they call different ones. The whole
     batch may repeat a row for all of its rows, which models leave out for a batch of one row (transformers, of
     positions)."""
     pairs, rest = [], iter(whole)
@@ -83,7 +83,7 @@ def _repeats_a_row(note: Note, times: int) -> bool:
 
 
 def _place(notes: list[Note], number: int) -> tuple[int, int] | None:
-    """Which function made it, and where among what it made; None of what none did."""
+    """Finds the function that made it, and its place among that one's outputs; None if no function did."""
     made = ((at, place) for at, note in enumerate(notes) for place, out in enumerate(note.outs) if out.number == number)
     return next(made, None)
 

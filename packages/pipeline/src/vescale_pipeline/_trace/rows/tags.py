@@ -1,4 +1,4 @@
-"""How the values of a forward come from the rows of its batch.
+"""Tags the values of a forward by how they come from the rows of its batch.
 
 Two dry runs, of one microbatch and of the whole batch, note every function that is
 called, on placeholders and on real tensors alike. A dim that differs between them is
@@ -104,7 +104,7 @@ class Tags:
         return Lost(small.name) if made is None or has_rows and not grows else made
 
     def _mixes_rows(self, small: Note, large: Note) -> bool:
-        """Whether it runs along the rows; not of what sorts places, adds up counts, or takes rows by their places."""
+        """True if it runs along the rows, unless it sorts places, adds up counts, or takes rows by their places."""
         return small.name not in (*SORTS, "cumsum", *INDEXING) and self._mixes(small, large)
 
     def _given(self, small: Ref, large: Ref) -> Tag:
@@ -148,12 +148,12 @@ class Tags:
         return self._reduced(small, refs, large)
 
     def _mixes(self, small: Note, large: Note) -> bool:
-        """Whether what it makes of a row is not of that row alone, or at another place."""
+        """True if an output row is not made of its row alone, or is at another place."""
         refs, others = list(refs_in((small.args, small.kwargs))), list(refs_in((large.args, large.kwargs)))
         return self._places.mixes(small, large, refs, others, [self.of.get(ref.number) for ref in refs])
 
     def _reduced(self, small: Note, refs: list[Ref], large: Note) -> Tag:
-        """What takes the rows away."""
+        """Tags a reduction over the rows."""
         if small.name in ("sum", "mean"):
             return SUM if small.name == "sum" else MEAN
         if small.function not in LABELLED and small.function not in _LOSSES or self._mixes(small, large):
@@ -193,7 +193,7 @@ class Tags:
 
 
 def axis_of(small: tuple[int, ...], large: tuple[int, ...], times: int) -> int | Lost | None:
-    """The dim that has the batch's rows, from the shapes of a part's value and of the whole batch's; None where none
+    """The dim that has the batch's rows, from the shapes of a part's value and of the whole batch's; None if none
     has."""
     if len(small) != len(large):
         return Lost("")
@@ -210,7 +210,7 @@ def _at(note: Note, tag: Tag) -> Tag:
 
 
 def _fill(note: Note) -> Any:
-    """What one of _FILLED fills with."""
+    """Returns the value that one of _FILLED fills with."""
     return note.kwargs.get("fill_value", next(iter(note.args[_FILLED[note.name] :]), None))
 
 
@@ -226,7 +226,7 @@ def _scaled(kinds: frozenset, ratio: float | None, times: int) -> frozenset | No
 
 
 def _ratio(small: Note, large: Note) -> float | None:
-    """What the numbers among the arguments are multiplied by for the whole batch; None where they do not agree."""
+    """Returns the factor between the numbers among the arguments of part and whole batch; None if they disagree."""
     a, b = list(_numbers((small.args, small.kwargs))), list(_numbers((large.args, large.kwargs)))
     if a == b:
         return 1

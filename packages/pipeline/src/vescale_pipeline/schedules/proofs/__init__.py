@@ -1,1 +1,1 @@
-"""What a schedule's transfers need, and whether all can be completed; pure."""
+"""Proves that a schedule's transfers can be completed, and finds what they need; pure."""

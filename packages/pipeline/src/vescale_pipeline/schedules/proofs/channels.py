@@ -1,4 +1,4 @@
-"""Whether a schedule's transfers can all be completed, under three models of a transport; pure.
+"""Proves whether a schedule's transfers can all be completed, under three models of a transport; pure.
 
 Sends and receives are posted in program order; a compute action waits for what it
 consumes. What the models differ in is which posted transfers may complete:
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 MODELS = ("buffered", "pair", "rank")
-"""From the one that allows most to the one that allows least."""
+"""Models of a transport, from the one that allows most to the one that allows least."""
 
 Node = tuple[str, int]
 """A waiting rank, ("rank", rank), or an incomplete transfer, ("transfer", number)."""
@@ -31,7 +31,7 @@ Node = tuple[str, int]
 
 @dataclass(frozen=True)
 class Programs:
-    """What ranks post and wait for.
+    """Posts and waits of the ranks.
 
     Arguments:
         events: per rank, in order, 2t where it posts its end of transfer t, and
@@ -43,7 +43,7 @@ class Programs:
     ends: list[tuple[int, int]]
 
     def runs_in_step(self) -> bool:
-        """Whether it completes even if every rank did nothing but its next transfer: then so under every model.
+        """True if it completes even if every rank did nothing but its next transfer: then so under every model.
 
         The usual case, told in one cheap pass.
         """
@@ -65,7 +65,8 @@ class Programs:
         return all(of_rank[head] < 0 for of_rank, head in zip(posts, heads))
 
     def shortest_cycle(self, model: str) -> list[Node] | None:
-        """None if everything completes under the model; otherwise who waits for whom where it stops, in a circle."""
+        """Returns None if everything completes under the model; otherwise who waits for whom where it stops, in a
+        circle."""
         return _Run(self, model).cycle()
 
 

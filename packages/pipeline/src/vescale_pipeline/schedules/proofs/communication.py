@@ -18,7 +18,7 @@ from ..._errors import ScheduleError
 from ...action import ALL_MICROBATCHES, COMPUTE, FORMAT_VERSION, Action, Schedule
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""What the published analyses of schedules assume compute actions to cost."""
+"""Costs of compute actions, as the published analyses of schedules assume them."""
 
 _TIES = {"F": 0, "B": 1, "I": 1, "W": 2}
 

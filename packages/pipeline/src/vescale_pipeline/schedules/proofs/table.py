@@ -15,7 +15,7 @@ from ...action import KINDS, Schedule
 
 CODE = {kind: code for code, kind in enumerate(KINDS)}
 NO_PEER = -(1 << 40)
-"""In the column of peers, for None: no integer that a schedule could mean."""
+"""Stands for None in the column of peers: no integer that a schedule could mean."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What `parallelize` is given: looked at before anything is changed, and what becomes of its objects."""
+"""Checks the arguments of `parallelize` before anything is changed, and keeps their objects valid."""

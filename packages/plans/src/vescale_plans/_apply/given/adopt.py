@@ -112,12 +112,12 @@ def leave_out(optimizer: Any, gone: Callable[[Tensor], bool]) -> None:
 
 
 def is_gone(parameter: Tensor) -> bool:
-    """Whether the parameter is another stage's of a pipeline."""
+    """True if another stage of a pipeline owns the parameter."""
     return GONE in parameter.__dict__
 
 
 def watch(sync: DataParallel) -> None:
-    """From now on steps of optimizers that hold the buckets' parameters, or those that they came from, are seen."""
+    """Watches, from now on, the steps of optimizers that hold the buckets' parameters, or those that they came from."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
@@ -128,7 +128,7 @@ _hooks: list[Any] = []
 
 
 def _left(value: Any, gone: Callable[[Tensor], bool]) -> Any:
-    """What an optimizer keeps beside its groups, without what is gone."""
+    """Returns an optimizer's values outside its groups, without those that are gone."""
 
     def stays(one: Any) -> bool:
         return not (isinstance(one, Tensor) and gone(one))
@@ -182,9 +182,10 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[DataParallel]:
-    """Whose parameters the optimizer steps on, which nobody adopted; in the same order on all ranks. None of those
-    that are amid a backward, whose hook the step is: what it needs and changes is seen to around the hooks, and where
-    nothing is reduced (experts without data parallelism) the hook is autograd's own, and the gradient this rank's."""
+    """Returns the owners of the optimizer's parameters that nobody adopted; in the same order on all ranks. None of
+    those that are amid a backward, whose hook the step is: what it needs and changes is seen to around the hooks, and
+    where nothing is reduced (experts without data parallelism) the hook is autograd's own, and the gradient this
+    rank's."""
     found: list[DataParallel] = []
     amid = _current_graph_task_id() != -1
     if _parallels:

@@ -76,7 +76,7 @@ def _sharing(tensor: Tensor, shared: dict[int, list[tuple[str, Tensor]]]) -> lis
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """True if two tensors of one storage have an element in common."""
     (low, high), (lower, higher) = _extent(one), _extent(other)
     if not one.numel() or not other.numel() or high <= lower or higher <= low:
         return False
@@ -129,7 +129,7 @@ def _made_anew(model: nn.Module) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object keeps; nothing of modules, classes and whatever is not Python's."""
+    """Yields the values inside an object; nothing for modules, classes and whatever is not Python's."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", one) for key, one in list(value.items()))
     elif isinstance(value, (list, tuple, set, frozenset)):

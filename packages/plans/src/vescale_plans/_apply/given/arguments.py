@@ -1,4 +1,4 @@
-"""What `parallelize` is given, looked at before anything is done with it: a mistake is an error that says the line."""
+"""Checks the arguments of `parallelize` before anything is done with them: a mistake is an error that says the line."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ...installed._carried_hooks import Hooks, hooks_of, take_hooks
 
 
 class Became:
-    """What a parameter was, and its object's hooks, which go to the shard once buffers are made."""
+    """A parameter's former tensor, and its hooks, which go to the shard once buffers are made."""
 
     def __init__(self, old: Tensor, hooks: Hooks) -> None:
         self.old, self.hooks = old, hooks

@@ -23,9 +23,9 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})
 """Composable functions that distribute nothing."""
 _COMPILED = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"
-"""What torch.compile reads of what it is given."""
+"""Attributes that torch.compile reads of its argument."""
 _TRACED = "_is_fsdp_managed_module"
-"""What the tracer of torch.compile reads of every module that it meets."""
+"""Attribute that the tracer of torch.compile reads of every module that it meets."""
 _NOT_COMPILED = [
     ('parallelize(plan, model, optimizer_fn, mode="compile")', "of the model as it was built: compiles what is local"),
     ("leave torch.compile out", "eager mode computes the same"),
@@ -61,7 +61,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """From now on torch's wrappers raise PlanError for the model and its modules."""
+    """Makes torch's wrappers raise PlanError for the model and its modules from now on."""
     key = composable_state_key()
     for module in model.modules():
         if not isinstance(module.__dict__.get(key), _Applied):
@@ -73,7 +73,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 class _Applied(OrderedDict):
-    """What of the composable functions was applied to a module."""
+    """Composable functions that were applied to a module."""
 
     def __contains__(self, function: Any) -> bool:
         if function.__name__ not in _COMPOSES:
@@ -82,14 +82,14 @@ class _Applied(OrderedDict):
 
 
 class _LeftAlone:
-    """Which parameters DistributedDataParallel is to leave alone."""
+    """Names of parameters for DistributedDataParallel to ignore."""
 
     def __iter__(self) -> Iterator[str]:
         raise _refusal("DistributedDataParallel")
 
 
 class _NotCompiled:
-    """What a module was compiled from: torch.compile compares, or asks further, before it compiles."""
+    """The source a module was compiled from: torch.compile compares, or asks further, before it compiles."""
 
     __hash__ = object.__hash__
 
@@ -105,7 +105,7 @@ class _NotCompiled:
 
 
 class _NotTraced:
-    """Whether FSDP manages a module: no; the tracer hears that it must not look at it, unless it is compile mode's."""
+    """Says that FSDP does not manage a module; raises if the tracer of another mode than compile asks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

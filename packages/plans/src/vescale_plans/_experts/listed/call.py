@@ -68,7 +68,7 @@ class Call:
         return self._copied(self._local)
 
     def forward(self, rows: Rows, given: tuple[tuple, dict], answer: Answer) -> Any:
-        """What the block returns for `rows`, its experts answering by `answer`."""
+        """Runs the block on `rows`, with `answer` in place of its experts."""
         args, kwargs = self._copied(given)
         with self._inside(rows, answer):
             return self._block.forward(*args, **kwargs)
@@ -78,7 +78,7 @@ class Call:
         self._open.close()
 
     def finish(self, output: Any) -> Any:
-        """What the block returned, as DTensors."""
+        """Returns the block's output as DTensors."""
         if self._at != len(self._experts):
             raise self._strays()
         back = self._back
@@ -110,7 +110,7 @@ class Call:
         return map_tensors(self._given, local)
 
     def tokens(self, given: tuple[tuple, dict]) -> Tensor:
-        """Of the plain arguments."""
+        """Returns the first plain argument that has rows."""
         args, kwargs = given
         return next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1)
 
@@ -162,7 +162,7 @@ class Call:
         )
 
     def _through_experts(self, tokens: Tensor) -> list[Tensor]:
-        """What the experts give for the rows of every call, in the order of the calls. `tokens`: this rank's."""
+        """Returns the experts' output for the rows of every call, in the order of the calls. `tokens`: this rank's."""
         members, width = self.members, self.rows.shape[-1]
         spread = members.spread
         parts = [rows.reshape(-1, width) for _, rows in self._experts]
@@ -185,7 +185,7 @@ class Call:
         return [part.clone() for part in given.split([len(part) for part in parts])]  # the block may write to its own
 
     def _computed(self, moved: Tensor, route: Route) -> Tensor:
-        """What this rank's experts give for the rows that arrived, in their order."""
+        """Returns the output of this rank's experts for the rows that arrived, in their order."""
         members = self.members
         order = torch.argsort(route.arrived_ids(), stable=True)
         back = torch.empty_like(order)

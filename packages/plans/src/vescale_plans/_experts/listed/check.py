@@ -58,8 +58,8 @@ def check_experts(call: Call) -> None:
 
 
 def written_by(call: Call) -> tuple[str, ...]:
-    """What a forward of the block writes of itself and of what it calls besides its experts, the same on all ranks.
-    It is as it was then.
+    """Returns the names of all state that a forward of the block writes, its experts aside, the same on all ranks. It
+    is as it was then.
 
     Cost: one forward without experts, a copy of what these modules hold, and a small all-gather.
     """
@@ -90,8 +90,8 @@ def _refuse(call: Call, problem: str | None) -> None:
 
 
 def _tried(call: Call, trials, kept: list) -> str | None:
-    """What three forwards tell, each (rows, arguments, factor of the function in the experts' place): over the tokens
-    of all ranks, over this rank's, and over this rank's with another function."""
+    """Compares three forwards, each (rows, arguments, factor of the function in the experts' place): over the tokens of
+    all ranks, over this rank's, and over this rank's with another function."""
     found, ends, asked = [], [], []
     for rows, arguments, factor in trials:
         set_random_states(kept)
@@ -110,7 +110,7 @@ def _tried(call: Call, trials, kept: list) -> str | None:
 
 
 def _crowded(call: Call, full: tuple, local: tuple, kept: list) -> str | None:
-    """What two forwards tell over tokens that are all alike, and so choose the same experts: a capacity that no batch
+    """Compares two forwards over tokens that are all alike, and so choose the same experts: a capacity that no batch
     has filled so far drops some of them."""
     first = call.tokens(full[1])
     if not first.numel():
@@ -148,7 +148,7 @@ def _difference(call: Call, full: list[Tensor], local: list[Tensor]) -> str | No
 
 
 def _unfit(call: Call, tokens: Tensor) -> str | None:
-    """Why one expert of this rank's, tried on rows of zeros, is none whose rows can travel."""
+    """Says why the rows of one expert of this rank's, tried on rows of zeros, cannot travel."""
     members = call.members
     before, row = random_states(), tokens.new_zeros(2, call.rows.shape[-1])  # of one there are no statistics
     kept = Kept(members.modules[members.spread.first].named_modules(), deep=True)

@@ -21,7 +21,7 @@ DRAWS = frozenset(
 
 
 class Rows:
-    """How plain tensors of a block, whose dim 0 is the batch or the tokens, lie on the mesh."""
+    """Layout on the mesh of a block's plain tensors, whose dim 0 is the batch or the tokens."""
 
     def __init__(self, mesh: Mesh, states: tuple[State, ...], shape: Sequence[int]) -> None:
         self.mesh, self.states, self.shape = mesh, states, tuple(shape)
@@ -35,7 +35,7 @@ class Rows:
         )
 
     def layout(self, tensor: Tensor) -> Layout | None:
-        """Of a plain tensor with rows in dim 0; None where no layout says which rows this rank holds."""
+        """Layout of a plain tensor with rows in dim 0; None if no layout says which rows this rank holds."""
         batch, tokens = (self.shape[0], self.local[0], True), (self.tokens, self.local_tokens, self._flattens)
         for rows, here, known in (batch, tokens) if tensor.ndim == len(self.shape) else (tokens, batch):
             if tensor.ndim and tensor.shape[0] == here:
@@ -43,7 +43,7 @@ class Rows:
         return None
 
     def untold(self, shape: Sequence[int]) -> Layout:
-        """Of rows whose places no layout tells: every rank works on its own, as if they were all."""
+        """Layout of rows whose places no layout tells: every rank works on its own, as if they were all."""
         states = tuple(REPLICATE if state.is_sharded else state for state in self.states)
         return layout_of(self.mesh, states, tuple(shape))
 

@@ -38,8 +38,8 @@ class WholeCall:
         self._block._modules[self._members.key] = self._held
 
     def _answer(self, index: int, rows: Tensor) -> DTensor:
-        """What expert `index` gives for rows that lie anyhow, in their layout; where it is on no rank, in part or as
-        a sum of parts, whole."""
+        """Computes expert `index` on rows of any layout, in that layout; whole if they are on no rank, in part or as a
+        sum of parts."""
         members, spread = self._members, self._members.spread
         mesh, axes = members.mesh, {*members.split, spread.axis}
         if type(rows) is not DTensor:  # the block made it: the same on all ranks
@@ -69,7 +69,7 @@ def _with(states: tuple[State, ...], axes: set[int], other: State) -> tuple[Stat
 
 
 class _Elsewhere(torch.autograd.Function):
-    """What an expert of other ranks adds here: zeros, whose backward reaches the rows as the others' does."""
+    """Stands for an expert of other ranks: zeros, whose backward reaches the rows as the others' does."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,7 +46,7 @@ def meeting_seconds(
 
 
 def meeting_bytes(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int, seq: int) -> float:
-    """Of blocks of others that a rank holds at a time."""
+    """Bytes of others' blocks that a rank holds at a time."""
     if candidate.cp == 1:
         return 0.0
     found = [0.0]
@@ -64,7 +64,8 @@ def keys(branch: Branch) -> int:
 
 
 def _way(branch: Branch, candidate: Candidate, hardware: Hardware, positions: int, seq: int) -> str:
-    """As attention itself chooses it. Heads as far as widths tell: so many as share their keys, and no all-to-all."""
+    """Chooses the way as attention itself does. Heads as far as widths tell: so many as share their keys, and no
+    all-to-all."""
     rows = max(1, seq // candidate.cp)
     shared = max(1, round(2 * branch.features / keys(branch)))
     width = max(1, round(positions / rows)) * keys(branch) // (candidate.tp if branch.split else 1)

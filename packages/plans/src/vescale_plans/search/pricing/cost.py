@@ -20,7 +20,7 @@ OPERATORS = 12
 PASSES = 3
 """Forwards that a forward and a backward take as long as."""
 REWRITTEN = 2
-"""Of a module without a matrix, that is computed again: how often what it writes goes over the memory's bus."""
+"""Times that the output of a recomputed module without a matrix goes over the memory's bus."""
 STEPPED = 32
 """Bytes per parameter that a step of AdamW reads and writes."""
 SHOWN = 0.1
@@ -30,7 +30,7 @@ HOPS = 0.3
 
 
 BUSY = ("compute", "elementwise", "tensor", "experts", "context")
-"""Of a step's seconds, those that grow with the parts of the model that a rank holds."""
+"""Terms of a step's seconds that grow with the parts of the model that a rank holds."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def busy(self) -> float:
-        """What grows with the parts of the model that a rank holds."""
+        """Seconds that grow with the parts of the model that a rank holds."""
         return self.compute + self.elementwise + self.tensor + self.experts + self.context
 
     @property
@@ -68,7 +68,7 @@ class Pass:
 
     @property
     def once(self) -> float:
-        """In one direction."""
+        """Seconds of one direction."""
         return self.compute + self.elementwise + self.tensor + self.experts + self.context
 
     @property
@@ -85,7 +85,7 @@ NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
 
 
 def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
-    """Alike for all candidates of equal `tp`, `cp`, `ep`, `sp` and `positions_of`."""
+    """Prices a pass; alike for all candidates of equal `tp`, `cp`, `ep`, `sp` and `positions_of`."""
     positions = positions_of(candidate, batch, seq)
     attended = _attention(sizes, hardware, positions, seq)
     compute = _matrices(sizes, candidate, hardware, positions) + attended
@@ -96,8 +96,8 @@ def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
 
 
 def again_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
-    """What of `sizes` a candidate computes again: blocks, and no head. Modules are counted with their last product,
-    which a recomputation ends before: what it gives nobody keeps."""
+    """Cost of the parts of `sizes` that a candidate computes again: blocks, and no head. Modules are counted with their
+    last product, which a recomputation ends before: what it gives nobody keeps."""
     if not candidate.checkpointing or sizes.within is None:
         return NOTHING
     if not candidate.inside:
@@ -114,7 +114,7 @@ def again_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int,
 
 
 def positions_of(candidate: Candidate, batch: int, seq: int) -> int:
-    """Of one microbatch on one rank."""
+    """Positions of one microbatch on one rank."""
     return ceil(batch / candidate.dp / candidate.microbatches) * ceil(seq / candidate.cp)
 
 
@@ -127,8 +127,8 @@ def cost_of(
     one: Pass | None = None,
     again: Pass | None = None,
 ) -> Cost:
-    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, and
-    `again` what is computed again, if they are known.
+    """Cost of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, and
+    `again` that of recomputation, if they are known.
 
     What a rank is busy with (compute, elementwise, tensor, experts, context) is a sum over the parts that it holds, and
     that of `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and
@@ -217,7 +217,7 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
 
 
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
-    """What computation does not hide: gathers before the loss behind the forward, those after it and reductions
+    """Seconds that computation does not hide: gathers before the loss behind the forward, those after it and reductions
     behind the backward, which has one link for both. `compute` is without what is computed again, for how much that is
     the cut decides later, and no plan may be cheaper for what it might compute again and does not."""
     if candidate.replicas == 1:
@@ -253,7 +253,7 @@ def _optimizer(sizes: Sizes, candidate: Candidate, hardware: Hardware) -> float:
 
 
 def _exposed(seconds: float, hardware: Hardware, beside: float) -> float:
-    """Of what is sent beside so many seconds of computation."""
+    """Exposed seconds of what is sent beside so many seconds of computation."""
     if hardware.hidden < 0:
         return seconds * (1 - hardware.hidden)
     return max(SHOWN * seconds, seconds - hardware.hidden * beside)

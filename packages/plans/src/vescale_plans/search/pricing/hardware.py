@@ -18,7 +18,7 @@ from ..._plan.parts import PlanError
 
 GIB = 2**30
 VERSION = 1
-"""Of the JSON text of a profile."""
+"""Version of the JSON text of a profile."""
 ATTENTION = 0.6
 """Share of `flops` that a fused attention kernel reaches where nothing was measured."""
 SHARED = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")
@@ -117,7 +117,7 @@ class Hardware:
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
         node: devices joined by `inside`, any number; across nodes by `across`.
-        host_link: bytes per second between a device and its host, each way; None where the host is the device.
+        host_link: bytes per second between a device and its host, each way; None if the host is the device.
         host_bandwidth: of the host's memory, a device's share.
         segment: of these, how many a job of whole segments takes in each node, if it takes more than one node; 0 for
             all. A scheduler gives such a job 64 of an NVL72's 72, so that groups of powers of two cross no boundary.
@@ -140,7 +140,7 @@ class Hardware:
         attention: share of `flops` that attention reaches, forward and backward together.
         scores: reads and writes of attention's scores by memory in each direction, per position that one meets and
             feature, by kernels that are not fused; 0 for a fused one.
-        peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None where
+        peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None if
             it is not known.
         waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
             computation, since none computes as fast as it did before; None for nothing.
@@ -182,12 +182,12 @@ class Hardware:
         return self if itemsize == self.itemsize else _computing(self, itemsize)
 
     def link(self, stride: int, size: int) -> Link:
-        """Of a mesh axis of `size` ranks that lie `stride` ranks apart: inside where no group of it crosses a node's
+        """Link of a mesh axis of `size` ranks that lie `stride` ranks apart: inside if no group of it crosses a node's
         boundary. Ranks fill one node after the other, and groups begin at multiples of their extent."""
         return self.across if self.crosses(stride, size) else self.inside
 
     def crosses(self, stride: int, size: int) -> bool:
-        """Whether a group of that axis has ranks in two nodes."""
+        """True if a group of that axis has ranks in two nodes."""
         return self.node % (stride * size) != 0
 
     def links(self, stride: int, size: int) -> int:
@@ -203,7 +203,8 @@ class Hardware:
         return replace(self, node=self.segment) if self.segment and ranks % self.segment == 0 else self
 
     def product_seconds(self, m: float, n: float, k: float) -> float:
-        """Of one matrix product [m, k] x [k, n]: as measured, or by a roofline that small sizes do not reach."""
+        """Seconds of one matrix product [m, k] x [k, n]: as measured, or by a roofline that small sizes do not
+        reach."""
         if min(m, n, k) <= 0:
             return 0.0
         if self.product is not None:
@@ -213,7 +214,7 @@ class Hardware:
         return max(2 * m * n * k / reached, moved / self.bandwidth) + self.launch
 
     def stacked_seconds(self, count: int, m: float, n: float, k: float) -> float:
-        """Of as many products of one size by one operator, which a device other than a CPU launches once."""
+        """Seconds of `count` products of one size by one operator, which a device other than a CPU launches once."""
         each = self.product_seconds(m, n, k)
         if self.at_once is not None or not each:
             return count * each
@@ -221,19 +222,20 @@ class Hardware:
         return launch + count * (each - launch)
 
     def operator_seconds(self, name: str, moved: float) -> float:
-        """Of one operator that reads and writes `moved` bytes; `moved` 0 is a view."""
+        """Seconds of one operator that reads and writes `moved` bytes; `moved` 0 is a view."""
         curve = self.operators.get(name) or self.operators.get(name.rstrip("_")) or self.operators.get("aten.add")
         if curve is None or not moved:
             return self.launch + moved / self.bandwidth
         return curve.at(moved)
 
     def attention_seconds(self, name: str, flops: float) -> float:
-        """Of a fused attention kernel ("attention", "attention_backward", ".causal" of either) by its operations."""
+        """Seconds of a fused attention kernel ("attention", "attention_backward", ".causal" of either) by its
+        operations."""
         curve = self.operators.get(name) or self.operators.get(name.partition(".")[0])
         return curve.at(flops) if curve is not None else self.launch + flops / (self.flops * self.attention)
 
     def collective_seconds(self, kind: str, size: int, received: float, stride: int = 1) -> float:
-        """Of a collective over an axis of `size` ranks that lie `stride` apart; each receives `received` bytes.
+        """Seconds of a collective over an axis of `size` ranks that lie `stride` apart; each receives `received` bytes.
 
         Across nodes what one rank of a group receives in a gather or a sum, all of its node have: it comes over the
         links of all of them together, and goes on inside, one after the other. (Tensor parallelism over two nodes of
@@ -251,7 +253,7 @@ class Hardware:
         return link.latency * (size - 1) ** 0.5 + received * each
 
     def wait_seconds(self, computed: float) -> float:
-        """Of a rank for the others, after so many seconds of computation."""
+        """Seconds that a rank waits for the others, after so many seconds of computation."""
         return self.waits.at(computed) if self.waits is not None else 0.0
 
     def to_json(self) -> str:

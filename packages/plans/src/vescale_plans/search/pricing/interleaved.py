@@ -47,7 +47,7 @@ class Interleaved:
         self._fresh = [0, *accumulate(part.fresh for part in parts)]
 
     def best(self, below: float = inf) -> Stages | None:
-        """The faster deal that fits; None where none does in at most `below` seconds a step."""
+        """The faster deal that fits; None if none does in at most `below` seconds a step."""
         found = None
         for starts in dict.fromkeys((self._by_time(), self._by_number())):
             if self._seconds(self._times(starts)) > below or (one := self.made(starts)) is None:
@@ -57,11 +57,11 @@ class Interleaved:
         return found
 
     def even(self) -> Stages | None:
-        """Parts dealt out evenly by number; None where that is no cut, or does not fit."""
+        """Parts dealt out evenly by number; None if that is no cut, or does not fit."""
         return self.made(self._by_number())
 
     def made(self, starts: Sequence[int]) -> Stages | None:
-        """The cut at these parts, with little that is computed again; None where it is none, or does not fit."""
+        """The cut at these parts, with little that is computed again; None if it is none, or does not fit."""
         bounds = [*starts, len(self.parts)]
         if any(start >= stop for start, stop in pairwise(bounds)):
             return None
@@ -84,7 +84,7 @@ class Interleaved:
 
     def _fitted(self, rank: int, spans: Sequence[range]) -> tuple[tuple[int, int], set[int]] | None:
         """Bytes of a rank with these stages, of these gradients, and the parts that are computed again: those that
-        save most for their time at the fullest moment. None where it does not fit."""
+        save most for their time at the fullest moment. None if it does not fit."""
         static = sum(self._static[span.stop] - self._static[span.start] for span in spans)
         loads = [self._load(span) for span in spans]
         among = moments(self.count, self.virtual, self.microbatches, rank)
@@ -122,7 +122,7 @@ class Interleaved:
         return Load(kept + first.received, last.begins, first.ends, fresh)
 
     def _first(self, spans: Sequence[range], chosen: Sequence[Counter[Kind]]) -> Iterator[int]:
-        """As many parts of each kind as were chosen."""
+        """Yields as many parts of each kind as were chosen."""
         for span, kinds in zip(spans, chosen):
             for kind, number in kinds.items():
                 yield from [at for at in span if self.parts[at].again == kind][:number]
@@ -132,7 +132,7 @@ class Interleaved:
         return [self._time[stop] - self._time[start] for start, stop in pairwise([*starts, len(self.parts)])]
 
     def _longest(self, times: Sequence[float]) -> float:
-        """Of each lap the longest stage, together."""
+        """Sums the longest stage of each lap."""
         return sum(max(times[lap : lap + self.count]) for lap in range(0, len(times), self.count))
 
     def _seconds(self, times: Sequence[float]) -> float:

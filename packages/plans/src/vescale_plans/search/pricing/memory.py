@@ -16,11 +16,11 @@ from .sizes import Sizes
 KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
 KEPT_OF_ROW = 3
-"""Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
+"""Rows sorted by expert, in the stream's width, that are kept: what enters the experts, leaves them, and is weighed."""
 UNDER_WAY = 2
 """Sums of gradients at most (`_zero/running_reductions.py`); of torch's FSDP one."""
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed together at most, but for ZeRO-3's (`_zero/units.py`)."""
+"""Most bytes of gradients that are summed together, but for ZeRO-3's (`_zero/units.py`)."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -56,7 +56,7 @@ def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int
 
 
 class Held:
-    """What one rank holds, and when: of a model dealt out evenly over the candidate's stages, or of a `part` of it."""
+    """Memory of one rank, and when: of a model dealt out evenly over the candidate's stages, or of a `part` of it."""
 
     def __init__(
         self, sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, part: bool = False
@@ -77,7 +77,7 @@ class Held:
         self.comes = self.block - own * (lies_apart and not self.narrow)  # of a block, before it computes
 
     def part(self, stage: int, size: int) -> int:
-        """Of the parameters, so many bytes each, where ZeRO shards them from `stage` on."""
+        """Bytes of the parameters, `size` each, if ZeRO shards them from `stage` on."""
         if self.candidate.zero < stage:
             return (self.dense + self.spread) * size
         if self.numbers.everywhere:
@@ -116,11 +116,11 @@ class Held:
 
     @property
     def offloads(self) -> bool:
-        """To a host that is not the device."""
+        """True if states go to a host that is not the device."""
         return self.candidate.offload and self.hardware.host_link is not None
 
     def parameters(self) -> int:
-        """As they are held between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
+        """Bytes of parameters between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
         optimizer steps, sharded from ZeRO-1 on, and on the host if states are."""
         if self.narrow and self.candidate.zero < 3:
             stepped = 0 if self.offloads else self.part(1, self.numbers.parameters)
@@ -128,16 +128,16 @@ class Held:
         return 0 if self.offloads and self.candidate.zero == 3 else self.part(3, self.numbers.parameters)
 
     def states(self) -> int:
-        """Of the optimizer, on the device."""
+        """Bytes of the optimizer, on the device."""
         return 0 if self.offloads else self.part(1, self.numbers.states)
 
     def static(self) -> int:
-        """What is held whatever runs."""
+        """Bytes that are held whatever runs."""
         gathered = self.unsharded() if self.candidate.pp > 1 else 0
         return self.parameters() + self.states() + self.summed() + gathered
 
     def in_stages(self) -> Memory:
-        """Of a pipeline's first rank or its last, whichever is fuller, with blocks dealt out evenly."""
+        """Memory of a pipeline's first rank or its last, whichever is fuller, with blocks dealt out evenly."""
         one, stages = self.candidate, self.candidate.pp * self.candidate.virtual
         kept, again, received = self.kept(), self.again(), self.received()
         first = self._ends(again + kept / self.sizes.blocks, received)  # as the last block, and with what that kept
@@ -158,18 +158,18 @@ class Held:
         )
 
     def working(self) -> int:
-        """Of a pipeline, whatever the stage."""
+        """Working memory of a pipeline, whatever the stage."""
         return self.meeting + self.in_flight()
 
     def received(self) -> int:
-        """What a stage is given, per microbatch: as much as a block hands on."""
+        """Bytes of a stage's input per microbatch: as much as a block hands on."""
         if self.back is not None:
             return int(self._at(self.back.first.stream))
         width = max((branch.stream for branch in self.sizes.branches), default=0)
         return int(self.positions * width * self.hardware.itemsize / (self.candidate.tp if self.candidate.sp else 1))
 
     def at_ends(self) -> dict[str, int]:
-        """What a stage of a pipeline holds beyond what its blocks keep, of `Part`."""
+        """Bytes that a stage of a pipeline holds beyond what its blocks keep, as in `Part`."""
         received = self.received()
         return {
             "received": received,
@@ -178,18 +178,18 @@ class Held:
         }
 
     def _begins(self, again: float) -> int:
-        """When its backward begins: of the last one with the loss, and then the head's gradient."""
+        """Bytes when a stage's backward begins: of the last one with the loss, and then the head's gradient."""
         loss = self.loss()
         head = self.outside * self.numbers.gradients if loss and self.fresh() else 0
         return int(max(loss, again) + head)
 
     def _ends(self, first: float, received: int) -> int:
-        """When it ends: in that of its first block, or when gradients are added one by one."""
+        """Bytes when it ends: in that of its first block, or when gradients are added one by one."""
         each = self.numbers.gradients if self.fresh() else 0
         return received + int(max(first - (self.block + self.outside) * each, self.sizes.largest * each))
 
     def alone(self) -> Memory:
-        """Of the worst moment: at the loss, in a block's backward, after all these, where the last gradients are
+        """Memory of the worst moment: at the loss, in a block's backward, after all these, where the last gradients are
         summed, and in the optimizer, which on a GPU makes roots of all second moments at once."""
         numbers, blocks = self.numbers, self.sizes.blocks
         gloo = self.hardware.backend == "gloo"
@@ -219,7 +219,7 @@ class Held:
         return Memory(self.parameters(), int(held), self.states(), int(kept), int(more))
 
     def _on_the_way(self) -> int:
-        """What AdamW makes of the parameter at hand, where it goes over them one by one."""
+        """Bytes that AdamW makes of the parameter at hand, if it goes over them one by one."""
         one, largest = self.candidate, self.sizes.largest * self.numbers.parameters
         if self.hardware.backend != "gloo":
             return 0
@@ -228,7 +228,7 @@ class Held:
         return int(2 * largest / (one.sharded if one.zero else 1))
 
     def _gathered(self, blocks: int) -> int:
-        """Of parameters, with so many blocks; in a backward the next one comes while one is computed."""
+        """Bytes of gathered parameters, with so many blocks; in a backward the next one comes while one is computed."""
         each = self.hardware.itemsize if self.candidate.zero == 3 else 0
         return (blocks * self.comes + self.outside) * each + self.meeting
 
@@ -238,8 +238,8 @@ class Held:
         return int(self.hardware.backend == "gloo" and self.candidate.replicas > 2)
 
     def _last_sums(self) -> float:
-        """When a backward is through, where gloo makes whole sums: of those that are not waited for yet what it gathers
-        in, of the root's what has arrived, and of all this rank's parts."""
+        """Bytes when a backward is through and gloo makes whole sums: of those that are not waited for yet what it
+        gathers in, of the root's what has arrived, and of all this rank's parts."""
         if self.candidate.zero > 1:
             return 0.0
         numbers = self.numbers.gradients
@@ -274,7 +274,7 @@ class Held:
         return made, outside + own + under_way + scratch
 
     def kept(self) -> float:
-        """Of all blocks."""
+        """Bytes that all blocks keep."""
         if self.back is None:
             return self.positions * _kept_per_position(self.sizes, self.candidate) * self.hardware.itemsize
         if self.candidate.checkpointing and not self.candidate.inside:
@@ -288,7 +288,7 @@ class Held:
         return self._most(self.back.loss)
 
     def forward(self) -> float:
-        """In the last block's forward, beyond what blocks keep, with a sum over the tensor axis."""
+        """Bytes of the last block's forward, beyond what blocks keep, with a sum over the tensor axis."""
         if self.back is None:
             return 0.0
         last, whole = self.back.last, self.candidate.checkpointing and not self.candidate.inside
@@ -299,15 +299,15 @@ class Held:
 
     @property
     def _tensor_sums(self) -> float:
-        """Of what is summed, what gloo takes beside it and its partial sums: what arrives, the rank's part, the whole
-        and what that is gathered in (`all_reduce`); two ranks add in place."""
+        """Gloo's scratch per summed byte: what arrives, the rank's part, the whole and what that is gathered in
+        (`all_reduce`); two ranks add in place."""
         one = self.candidate
         if self.hardware.backend != "gloo" or one.tp < 3 or one.sp:
             return 0.0
         return 2 + 1 / one.tp
 
     def again(self) -> float:
-        """In the last block's backward, beyond what blocks keep."""
+        """Bytes of the last block's backward, beyond what blocks keep."""
         if self.back is not None:
             last, whole = self.back.last, self.candidate.checkpointing and not self.candidate.inside
             kept = self._at(last.stream if whole else last.kept)
@@ -318,11 +318,12 @@ class Held:
         return self.positions * whole * self.hardware.itemsize / max(1, self.sizes.blocks)
 
     def first(self) -> float:
-        """In the first block's backward."""
+        """Bytes of the first block's backward."""
         return self.again() + self.kept() / self.sizes.blocks if self.back is None else self._backward(self.back.first)
 
     def _backward(self, block: Block) -> float:
-        """In a block's, beyond what those before it keep; what modules compute again is there when they begin."""
+        """Bytes of a block's backward, beyond what those before it keep; what modules compute again is there when they
+        begin."""
         return max(
             (
                 self._most(amounts) - sum(map(self._at, self._saved(block, set(self.candidate.inside) & set(to_come))))

@@ -38,7 +38,7 @@ the first action to the last. `vescale` brings the one of vescale_pipeline."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step.
+    """Prediction of one step.
 
     Arguments:
         plan: the plan.
@@ -176,7 +176,7 @@ class _Stages:
         }
 
     def shares(self, model: nn.Module) -> list[float]:
-        """Of the parameters, by stage."""
+        """Returns the share of the parameters in each stage."""
         held = [0] * self.count
         for name, parameter in model.named_parameters():
             held[self(name.rpartition(".")[0])] += parameter.numel()

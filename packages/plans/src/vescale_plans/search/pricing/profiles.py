@@ -20,7 +20,7 @@ NVLINK_LATENCY, NETWORK_LATENCY = 8e-6, 2e-5
 
 
 PCIE_3, PCIE_4, PCIE_5, C2C = (12e9, 15e9), (25e9, 40e9), (50e9, 60e9), (370e9, 200e9)
-"""To the host: the link, and a GPU's share of the host's memory, see SOURCES."""
+"""Bandwidth to the host: the link, and a GPU's share of the host's memory, see SOURCES."""
 
 
 def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, host, node=8, segment=0) -> Hardware:
@@ -116,11 +116,11 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cpu": {"all": "two shared cores, measured roughly; vescale calibrate knows more"},
     }
 )
-"""Where the figures of a profile are from, and which are assumed."""
+"""Sources of a profile's figures, and which are assumed."""
 
 
 def calibrated_path() -> Path:
-    """Where `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
+    """Returns the path at which `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
     base = os.environ.get("VESCALE_HARDWARE") or os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     path = Path(base).expanduser()
     return path if path.suffix == ".json" else path / "vescale" / "hardware.json"

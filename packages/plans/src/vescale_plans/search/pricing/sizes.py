@@ -25,7 +25,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Branch:
-    """What lies between the stream and the stream again.
+    """A branch of the residual stream, from the stream back to it.
 
     Arguments:
         stream: width of the stream.
@@ -46,7 +46,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a step of a structure, or of a part of one, holds on to.
+    """Memory that a step of a structure, or of a part of one, holds on to.
 
     Arguments:
         kept, streams: of all blocks together: for backward, and where they are computed again.
@@ -77,7 +77,7 @@ class Sizes:
         blocks: repeated blocks, 1 at least.
         outside: numbers that one rank of the tensor axis holds in no block.
         largest: numbers that it holds of the largest parameter.
-        held_back: bytes of a number -> what a step holds on to, see `Kept`; empty where that is not known.
+        held_back: bytes of a number -> what a step holds on to, see `Kept`; empty if that is not known.
         inside: contractions and branches, and no more, of the modules that may be computed again by themselves.
         within: the same of whole blocks, which is all but a head.
     """
@@ -233,7 +233,7 @@ def _bare(tp: int) -> Sizes:
 
 
 def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[dict[int, Kept]]:
-    """Per part; nothing where a part has no block."""
+    """Per part; nothing if a part has no block."""
     names = structure.block_names
     parts: list[dict[int, Kept]] = [{} for _ in range(count)]
     for itemsize, holding in structure.holding.items():
@@ -250,6 +250,6 @@ def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[
 
 
 def _together(blocks: Sequence[Block], name: str) -> Inside:
-    """Of the modules of that name in all these blocks."""
+    """Sums the modules of that name in all these blocks."""
     found = [block.inside[name] for block in blocks if name in block.inside]
     return Inside(summed(one.saved for one in found), summed(one.made for one in found))

@@ -13,7 +13,7 @@ from ..._apply.containers import map_first
 from .model import first_tensor
 
 KEPT = 2
-"""Of equal blocks so many really run: two show what one hands to the next."""
+"""Number of equal blocks that really run: two show what one hands to the next."""
 
 
 LISTS = nn.ModuleList | nn.ModuleDict
@@ -109,7 +109,7 @@ def _kinds(blocks: list[nn.Module], places: list[tuple[int, ...]]) -> list[int]:
 
 
 def _counts(column: Sequence[Hashable], places: Sequence[int]) -> bool:
-    """Whether these values are their places plus a constant."""
+    """True if these values are their places plus a constant."""
     if len(column) == 1:
         return True
     return all(type(value) is int for value in column) and len({v - at for v, at in zip(column, places)}) == 1
@@ -137,7 +137,7 @@ def _settings(block: nn.Module) -> list[Hashable]:
 
 
 def hand_on(model: nn.Module, found: Sequence[Chain]) -> None:
-    """From now on skipped blocks of `model` return what they are given, in the form that their like returned last."""
+    """Makes skipped blocks of `model` return their input, from now on, in the form that their like returned last."""
     last: dict[str, Any] = {}
     for chain in found:
         skipped = chain.skipped

@@ -1,4 +1,4 @@
-"""What probing tells of: a model's contractions, the taints put into them, and where these arrived.
+"""Data of probing: a model's contractions, the taints put into them, and where these arrived.
 
 From these it follows which contractions may be split together: sources by their out features, and the sink by its in
 features (`paired`).
@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 @dataclass
 class Call:
-    """What one forward showed of a contraction.
+    """One contraction, as one forward showed it.
 
     Arguments:
         key: see `Key`.
@@ -29,7 +29,7 @@ class Call:
         lookup, scattered: see `Form`; `stack` for a parameter that holds one matrix per expert.
         inward, outward: what its in and out features are of the parameter.
         bias: name of the parameter that is added.
-        outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
+        outer: the batch dim of the flattened rows lies inside so many rows; None if rows follow no batch dim.
         path: modules that were running, outermost first.
         untouched: nothing that was followed arrived: what goes in is made of no number of the sample's.
         repeated: a stack that one forward contracted several times, an expert at a time.
@@ -64,7 +64,7 @@ class Test:
 
 @dataclass
 class Reached:
-    """Where the taints of one forward arrived.
+    """Arrivals of one forward's taints.
 
     Arguments:
         features: call -> bool [rows, in features].
@@ -79,7 +79,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Influence:
-    """What a contraction's out features reach of one other's in features.
+    """Reach of a contraction's out features in another one's in features.
 
     Arguments:
         unit: neighbouring out features that were tainted together.
@@ -91,7 +91,7 @@ class Influence:
 
     @cached_property
     def is_mixing(self) -> bool:
-        """What lies between sees all features together: every unit that reaches any reaches the same."""
+        """True if what lies between sees all features together: every unit that reaches any reaches the same."""
         hit = self.reach[self.reach.any(1)]
         return bool((hit == hit[:1]).all()) and (len(hit) > 1 or bool(hit.all()))
 
@@ -148,7 +148,7 @@ class Findings:
     tied: tuple[tuple[str, ...], ...] = ()
 
     def is_later(self, key: Key) -> bool:
-        """Whether it is of a block that has a like before it."""
+        """True if it is of a block that has a like before it."""
         return self.like.get(key[0], key)[0] != key[0]
 
 

@@ -19,7 +19,7 @@ class Form:
     """One call, brought to `out[row, m] = sum over k of x[row, k] * weight[k, m]`.
 
     Arguments:
-        x: the activation with its features last, [..., K]; None where rows are looked up.
+        x: the activation with its features last, [..., K]; None if rows are looked up.
         weight: the operand that stands for a parameter.
         in_dim, out_dim: of the operand `weight`; in_dim is None for a look-up.
         out_shape: of the operator's result.

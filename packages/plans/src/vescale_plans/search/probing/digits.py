@@ -1,4 +1,4 @@
-"""Which of many units reach a feature, told from few tests: by the digits of their numbers.
+"""Finds which of many units reach a feature, from few tests: by the digits of their numbers.
 
 One test taints all units that have one value of one digit. A feature that is met by one value of each digit is reached
 by the one unit of that number. Where several values of one digit meet it, and one of each other, each of these must
@@ -58,7 +58,7 @@ class Digits:
         return torch.stack(rows) if rows else torch.ones(1, self.count, dtype=torch.bool)
 
     def is_unclear(self, met: Sequence[Tensor] | Tensor) -> bool:
-        """Whether the first so many tests show a feature that several values of several digits meet."""
+        """True if the first so many tests show a feature that several values of several digits meet."""
         several, start = torch.zeros(1, dtype=torch.long), 0
         for size in self._sizes:
             values = met[start : start + size]
@@ -68,8 +68,8 @@ class Digits:
         return bool((several > 1).any())
 
     def reach(self, met: Tensor) -> Tensor | None:
-        """What each unit reaches, bool [units, features], from what each test met, bool [tests, features]; None where
-        digits do not tell."""
+        """Returns what each unit reaches, bool [units, features], from what each test met, bool [tests, features]; None
+        if digits do not tell."""
         if self.is_unclear(met):
             return None
         if not self._sizes:

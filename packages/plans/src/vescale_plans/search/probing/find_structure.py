@@ -1,4 +1,4 @@
-"""From what probing saw to a `Structure`: which contractions pair up, and which of them repeat in every block."""
+"""Builds a `Structure` from what probing saw: which contractions pair up, and which of them repeat in every block."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
 
 
 def _routers(found: Findings) -> tuple[str, ...]:
-    """In the order of calls, those of later blocks behind their like."""
+    """Returns routers in the order of calls, those of later blocks behind their like."""
     names = (name for key in found.calls if key in found.routers for name in found.like.get(key[0], (key[0],)))
     return tuple(dict.fromkeys(names))
 
@@ -315,7 +315,7 @@ def _called(model: nn.Module, found: Findings, blocks: Sequence[str]) -> tuple[t
 
 
 def _around(name: str, blocks: Sequence[str]) -> bool:
-    """Whether a module is in one of these blocks, or holds one."""
+    """True if a module is in one of these blocks, or holds one."""
     return any(f"{name}.".startswith(f"{block}.") or f"{block}.".startswith(f"{name}.") for block in blocks) or not name
 
 

@@ -111,7 +111,7 @@ class Forwards:
 
 
 def _is_seen(first: Probe) -> bool:
-    """Whether some contraction shows which rows are row 1's."""
+    """True if some contraction shows which rows are row 1's."""
     return any(call.outer is not None or call.coupled for call in first.calls.values())
 
 
@@ -121,7 +121,7 @@ def raised(error: BaseException) -> str:
 
 
 def _failed(name: str, rows: int, error: Exception) -> PlanError:
-    """What is said of an exception of a forward, whatever it is."""
+    """Builds the error for a forward that raised, whatever the exception."""
     place = next(filter(None, map(_users, reversed(list(walk_tb(error.__traceback__))))), None)
     return PlanError(
         "generate_plan",

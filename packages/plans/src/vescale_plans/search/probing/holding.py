@@ -1,4 +1,4 @@
-"""What a training step holds on to: counted, tensor by tensor, from one step of a few blocks without values.
+"""Counts what a training step holds on to, tensor by tensor, from one step of a few blocks without values.
 
 The model itself is run, forward and backward (`step.py`), with as many rows as two and as four; what grows with the
 rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
@@ -70,7 +70,7 @@ def holding_of(
 
 
 def _longer(ran: nn.Module, sample: Sample, *told: Any) -> Step | None:
-    """With more positions; None where that many do not go in."""
+    """Runs a step with more positions; None if that many do not go in."""
     try:
         return Step(ran, sample.longer(LONGER), *told, ROWS[1])
     except Exception:
@@ -78,7 +78,7 @@ def _longer(ran: nn.Module, sample: Sample, *told: Any) -> Step | None:
 
 
 def _everywhere(held: Holding, chains: Sequence[Chain]) -> Holding:
-    """With blocks that did not run as the last of their kind that did."""
+    """Completes blocks that did not run from the last of their kind that did."""
     blocks = {}
     for chain in chains:
         like: dict[int, str] = {}
@@ -144,12 +144,13 @@ def _summed(few: Step, many: Step, longer: Step | None, positions: int) -> Holdi
 
 
 def _began(run: Step, block: str) -> list[tuple[str, int]]:
-    """When the backward of each module of a block begins, of those that save anything."""
+    """Finds when the backward of each module of a block begins, of those that save anything."""
     return [(place[1], begins) for place, (_, _, begins) in run.calls.items() if place[0] == block and begins >= 0]
 
 
 def _again(run: Step, block: str, amounts: Sequence[Amount]) -> Mapping[str, Inside]:
-    """Of the modules that a block calls. What those of a name are given in all blocks (a mask) is held by the first."""
+    """Memory of the modules that a block calls. What those of a name are given in all blocks (a mask) is held by the
+    first."""
     handed = set().union(*run.taken.values())
     found = {}
     for place, (start, stop, begins) in run.calls.items():
@@ -173,7 +174,7 @@ def _again(run: Step, block: str, amounts: Sequence[Amount]) -> Mapping[str, Ins
 
 
 def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amount:
-    """From one tensor's sizes with two and four rows, and with four of twice the positions."""
+    """Fits an amount to one tensor's sizes with two and four rows, and with four of twice the positions."""
     low, high = ROWS
     row = (many.size - few.size) / (high - low)
     fixed = max(0.0, many.size - high * row)
@@ -196,7 +197,7 @@ def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amoun
 
 
 def _worst(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
-    """Those that no other is as large as in every part."""
+    """Returns the amounts that no other exceeds in every part."""
     kept: list[Amount] = []
     for one in sorted({Amount(*(round(part, 3) for part in amount)) for amount in amounts}, reverse=True):
         if not any(all(k >= o for k, o in zip(other, one)) for other in kept):

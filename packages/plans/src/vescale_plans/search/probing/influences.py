@@ -1,4 +1,4 @@
-"""Which features of one contraction reach which of others: tests, packed into as few forwards as can be.
+"""Finds which features of one contraction reach which of others: tests, packed into as few forwards as can be.
 
 Each row of a batch carries a test, where rows can be told apart. What a test costs is a row of all that runs between
 contractions, and a forward at least where rows cannot: so few tests are asked first (three samples of each source), and
@@ -27,7 +27,7 @@ UNITS_ALONE = 32
 ROWS = 192
 """Tests in one forward, at most."""
 NUMBERS = 1 << 22
-"""In one result of a forward with tests, or a few more: what is larger comes from fresh memory each time."""
+"""Numbers in one result of a forward with tests, at most: what is larger comes from fresh memory each time."""
 
 Reaches = dict[Key, dict[Key, Influence]]
 """Source -> sink -> what reaches it."""
@@ -44,12 +44,12 @@ class Influences:
     # ------------------------------------------------------------ what is asked
 
     def sampled(self, keys: Iterable[Key], *, bridge: bool = False) -> Reaches:
-        """By the first feature, the last, and one between."""
+        """Tests by the first feature, the last, and one between."""
         tests = [Test(key, torch.tensor([at])) for key in keys for at in self._samples(key, 3)]
         return self._reaches(self._in_rows(tests, {}, bridge, is_sample=not bridge), {})
 
     def in_full(self, keys: Iterable[Key], sampled: Reaches, *, bridge: bool = False) -> Reaches:
-        """By all features, in units: of sinks that samples showed not to mix them."""
+        """Tests all features, in units, of sinks that samples showed not to mix them."""
         keys = list(keys)
         units = self._units(keys, sampled)
         counts = {key: -(-self._size(key) // units[key]) for key in keys}
@@ -74,8 +74,8 @@ class Influences:
         return self._reaches({key: clear[key] for key in keys if key in clear}, units)
 
     def _neighbours(self, sampled: Mapping[Key, Influence], size: int, unit: int) -> int:
-        """How many neighbouring units fill whole atoms of every sink, where its features are as many as the samples
-        reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
+        """Returns how many neighbouring units fill whole atoms of every sink, if its features are as many as the
+        samples reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
         calls, found = self._findings.calls, 1
         for sink, one in sampled.items():
             if not one.is_mixing:
@@ -98,7 +98,8 @@ class Influences:
         return features[features < size]
 
     def _units(self, keys: Sequence[Key], sampled: Mapping[Key, Mapping[Key, Influence]]) -> dict[Key, int]:
-        """How many neighbouring features are tested together: a common divisor of what samples reached at each sink."""
+        """Returns how many neighbouring features are tested together: a common divisor of what samples reached at each
+        sink."""
         sinks: dict[Key, int] = {}
         for reached in sampled.values():
             for sink, one in reached.items():
@@ -148,8 +149,8 @@ class Influences:
         bridge: bool = False,
         among: Mapping[Key, frozenset[Key]] | None = None,
     ) -> Reached:
-        """Where these tests arrive, in one forward; it ends when the sinks `among` which they are looked for are
-        met."""
+        """Runs one forward, and returns where these tests arrive; it ends when the sinks `among` which they are looked
+        for are met."""
         sinks = [(among or {}).get(test.key) for part in (*tests.values(), everywhere) for test in part]
         until = None if None in sinks or not sinks or bridge else frozenset().union(*sinks)
         calls = self._findings.calls
@@ -159,7 +160,7 @@ class Influences:
     def _in_rows(
         self, tests: Iterable[Test], apart: Mapping[Key, frozenset[Key]], bridge: bool, *, is_sample: bool = False
     ) -> _Rows:
-        """What each test reached, in order by source and sink; of sinks that are told `apart`, among these only."""
+        """Returns each test's reach, in order by source and sink; of sinks that are told `apart`, among these only."""
         calls = self._findings.calls
         packed: list[Test] = []
         alone: list[Test] = []
@@ -213,12 +214,12 @@ class Influences:
                         reach[at] = reach[at] | hit
 
     def _is_more(self, known: Mapping[Key, Sequence[Tensor]], source: Key, seen: Reached, row: int) -> bool:
-        """Whether a sink was met where none of the tests before met it."""
+        """True if a sink was met where none of the tests before met it."""
         hits = [(hit, known.get(sink, ())) for sink, hit in self._hits(source, seen, row)]
         return any(bool((hit & ~torch.stack(before).any(0)).any() if before else hit.any()) for hit, before in hits)
 
     def _hits(self, source: Key, seen: Reached, row: int) -> Iterator[tuple[Key, Tensor]]:
-        """What a test met of each sink of its source."""
+        """Yields what a test met of each sink of its source."""
         for sink, call in self._findings.calls.items():
             if (sink != source or call.stack) and call.in_features:
                 none = torch.zeros(call.in_features, dtype=torch.bool)
@@ -268,12 +269,12 @@ class Influences:
                 self._add(rows, test, 0, self.taints(1, {}, (test,)), hidden)
 
     def _reached_by(self, keys: Sequence[Key]) -> Reached:
-        """Where all features of these calls arrive."""
+        """Returns where all features of these calls arrive."""
         return self.taints(1, {}, [Test(key, torch.arange(self._size(key))) for key in keys])
 
     def _reaching(self, keys: Sequence[Key], hidden: set[Key]) -> Iterator[Key]:
-        """Of these those that reach a hidden sink, or what selects: by halves, for no stub hands a taint on, so that
-        several together reach what one of them does."""
+        """Yields those of these that reach a hidden sink, or what selects: by halves, for no stub hands a taint on, so
+        that several together reach what one of them does."""
         routers = self._findings.routers
         yield from [key for key in keys if key in routers]
         waiting = [[key for key in keys if key not in routers]]
@@ -310,12 +311,12 @@ def _apart(tests: Sequence[Test], sinks: Mapping[Key, frozenset[Key]]) -> Iterat
 
 
 def _structured(reaches: Reaches) -> dict[Key, frozenset[Key]]:
-    """Of each source, the sinks that do not mix its features."""
+    """Returns, for each source, the sinks that do not mix its features."""
     return {key: frozenset(s for s, i in sinks.items() if not i.is_mixing) for key, sinks in reaches.items()}
 
 
 def _mixes(reached: Mapping[Key, Sequence[Tensor]]) -> bool:
-    """Whether some sink shows already that this is no source to split, whatever else it reaches."""
+    """True if some sink shows already that this is no source to split, whatever else it reaches."""
     return any(_any(reach) and Influence(1, torch.stack(list(reach))).is_mixing for reach in reached.values())
 
 

@@ -74,8 +74,8 @@ def _values(buffer: Tensor) -> Tensor:
 
 @contextmanager
 def values_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward writes into buffers is put back, and so is what it puts in a parameter's place, as one does that
-    casts a layer of its own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
+    """Restores buffers that a forward writes, and parameters that it replaces, as one does that casts a layer of its
+    own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
     parameters = [(parameter, parameter.detach()) for parameter in model.parameters()]
     kept = [
         (module, name, buffer, buffer.clone())
@@ -109,9 +109,9 @@ def plain_kernels() -> Iterator[None]:
 
 
 class OnOneDevice(TorchFunctionMode):
-    """For functions that check in C++ that all tensors lie on one device, before anything below sees them: attention
-    gets values for a parameter that it is given, and recurrent layers run step by step, in products with theirs, by
-    torch's decompositions."""
+    """Answers functions that check in C++ that all tensors lie on one device, before anything below sees them:
+    attention gets values for a parameter that it is given, and recurrent layers run step by step, in products with
+    theirs, by torch's decompositions."""
 
     def __init__(self, operands: Operands, recurrent: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which parameter a tensor is a view or a cast of, and which of its features each index stands for.
+"""Finds the parameter that a tensor is a view or a cast of, and the feature that each index stands for.
 
 While a model is probed its parameters lie on the meta device. Every view of one shares its storage, so a storage
 leads to the parameter, and a stride to the dim and the index. A cast or a copy has a storage of its own, which is
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the elements of a strided tensor lie in its storage."""
+    """Places of a strided tensor's elements in its storage."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class Features:
-    """What the indices of one dim of an operand stand for.
+    """Meaning of the indices of one dim of an operand.
 
     Arguments:
         dim: of the parameter, the outermost one that varies; None if none does.
@@ -103,7 +103,7 @@ class Operands:
         return self._parameters[key][0]
 
     def features(self, tensor: Tensor, dim: int) -> Features:
-        """What the indices of `dim` of an operand stand for in its parameter."""
+        """Finds the features of the parameter that the indices of `dim` of an operand stand for."""
         offsets = tensor.storage_offset() + torch.arange(tensor.shape[dim]) * tensor.stride(dim)
         key = _storage(tensor)
         while key not in self._parameters:

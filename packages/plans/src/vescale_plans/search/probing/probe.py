@@ -99,8 +99,8 @@ class _Prober:
             sites.setdefault(name, Site(name, batch, position, tensor.shape[-1]))
 
     def _by_sizes(self, first: Probe, other: Probe) -> None:
-        """Where rows lie of which nothing was followed (steps of a diffusion, made from integers): the one dim that was
-        as large as the batch in two forwards."""
+        """Finds rows of which nothing was followed (steps of a diffusion, made from integers): the one dim that was as
+        large as the batch in two forwards."""
         for key, call in self.findings.calls.items():
             if call.untouched and call.outer is None and key in first.leading and key in other.leading:
                 one, two = first.leading[key], other.leading[key]
@@ -146,7 +146,7 @@ class _Prober:
         }
 
     def _only_mixes(self, key: Key) -> bool:
-        """Whether it reaches something, and nothing feature by feature."""
+        """True if it reaches something, and nothing feature by feature."""
         reached = self.findings.influences.get(key, {})
         return bool(reached) and all(one.is_mixing for one in reached.values())
 
@@ -163,7 +163,7 @@ class _Prober:
         found.vectors = vectors_reach(sizes, whole, found.calls, frozenset(paired(found)), self._met)
 
     def _met(self, entries: Mapping[str, Tensor], among: frozenset[Key] | None) -> dict[Key, Tensor]:
-        """What these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
+        """Returns what these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
         self.forwards.operands.tainted = entries
         try:
             reached = self.forwards.run(1, calls=self.findings.calls, until=among).reached
@@ -174,7 +174,7 @@ class _Prober:
         }
 
     def _positions(self) -> None:
-        """Whether what the residual stream carries at one position stays there."""
+        """Finds whether what the residual stream carries at one position stays there."""
         positions = self.sample.positions
         if positions is None or positions < 3:
             return

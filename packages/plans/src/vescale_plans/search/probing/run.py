@@ -274,7 +274,7 @@ class Probe(TorchDispatchMode):
                 parts[:, row, :, test.features] = float("nan")
 
     def _look(self, call: Call, x: Tensor) -> None:
-        """Which features, of which rows of the batch, are tainted."""
+        """Notes which features, of which rows of the batch, are tainted."""
         key, features = call.key, x.shape[-1]
         flat = x.reshape(-1, features)
         layout = self._layout(call, flat.shape[0])
@@ -291,7 +291,8 @@ class Probe(TorchDispatchMode):
         self.reached.features[key] = found if seen is None else seen | found
 
     def _hits(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """What is tainted of an input [outer, batch, inner, features]: bool [batch, features], [batch, positions]."""
+        """Returns the tainted part of an input [outer, batch, inner, features]: bool [batch, features], [batch,
+        positions]."""
         outer, batch, inner, features = parts.shape
         if self.shift:
             base = parts[:, :1]
@@ -304,7 +305,8 @@ class Probe(TorchDispatchMode):
         return hit.any(2).any(0), hit.any(3).any(0) if inner > 1 else hit.any(3).any(2).t()
 
     def _follow(self, call: Call, form: Form, rows: int) -> Tensor | None:
-        """In the first forward: the rows of the result that belong to row 1 of the batch, and the layout they show."""
+        """Finds, in the first forward, the rows of the result that belong to row 1 of the batch, and the layout they
+        show."""
         if form.x is not None:
             tagged = form.x.reshape(-1, form.x.shape[-1]).isnan().any(1)
         else:
@@ -328,7 +330,7 @@ class Probe(TorchDispatchMode):
 
 
 def _outer(tagged: Tensor, batch: int) -> int | None:
-    """How many times the pattern [batch, inner], with row 1 tagged, is repeated."""
+    """Returns how many times the pattern [batch, inner], with row 1 tagged, is repeated."""
     rows = tagged.numel()
     if rows % batch:
         return None

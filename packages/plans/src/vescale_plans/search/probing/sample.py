@@ -1,4 +1,4 @@
-"""What a model is called with while it is probed: one row of a batch, as often as needed.
+"""Input of a model while it is probed: one row of a batch, as often as needed.
 
 Most inputs have the batch's rows first. Where the first dim of one is of another size, all rows may share it (a table
 of places), or have as many entries of it each (the patches of images, one image after the other): both are tried.
@@ -20,7 +20,7 @@ from ..._apply.containers import map_tensors, tensors_in
 from ..._plan.parts import PlanError
 
 POSITIONS = 5
-"""Of the sample that is made where the user gives none: few, and no size that models have."""
+"""Positions of the sample that is made if the user gives none: few, and no size that models have."""
 MOST_READINGS = 9
 """Ways to read a sample's inputs that are tried."""
 INTEGER_INPUTS = ("input_ids", "decoder_input_ids")
@@ -32,7 +32,7 @@ class Sample:
 
     Arguments:
         args, kwargs: tensors [entries of the row, ...], or what all rows share.
-        entries: per tensor, in order: 1, or more, or 0 of what all rows share; empty where all are 1.
+        entries: per tensor, in order: 1, or more, or 0 of what all rows share; empty if all are 1.
         others: the same inputs read otherwise, in the order in which to try them.
     """
 
@@ -103,7 +103,8 @@ class Sample:
 
     @property
     def positions(self) -> int | None:
-        """Of the first integer tensor [batch, positions], or the first numbers [batch, positions, features]."""
+        """Positions of the first integer tensor [batch, positions], or the first numbers [batch, positions,
+        features]."""
         tensors = [*enumerate(tensors_in((self.args, dict(self.kwargs))))]
         for fits in (_is_one, bool):  # what has several entries a row tells where nothing else does
             for place, tensor in tensors:
@@ -117,7 +118,7 @@ def _is_one(entries: int) -> bool:
 
 
 def _stays(tensor: Tensor) -> bool:
-    """Whether it is integers, [1, ...], that turned by one position are what they were."""
+    """True if it is integers, [1, ...], that a turn by one position leaves as they were."""
     if tensor.ndim < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         return False
     return torch.equal(tensor, tensor.roll(1, -1))
@@ -147,7 +148,7 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS, *
 
 
 def _counts(tensors: Sequence[Tensor], rows: int | None) -> list[int]:
-    """How many rows the tensors may have, in the order in which to try it."""
+    """Returns how many rows the tensors may have, in the order in which to try it."""
     lengths = Counter(len(tensor) for tensor in tensors if tensor.ndim)
     most = max(lengths, key=lambda length: (lengths[length], length == rows), default=0)
     least = min(lengths, default=0)
@@ -163,7 +164,7 @@ def _products(tensors: Sequence[Tensor], rows: int) -> Iterator[tuple[int, ...]]
 
 
 def _ways(tensor: Tensor, rows: int) -> tuple[int, ...]:
-    """How many entries of its first dim may be a row's."""
+    """Returns how many entries of its first dim may be a row's."""
     size = len(tensor)
     if size == rows:
         return (1,)

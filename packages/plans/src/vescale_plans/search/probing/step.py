@@ -36,7 +36,7 @@ WRITTEN = 2
 
 
 class _Written(torch.autograd.Function):
-    """What attention gives, with the scores that a CPU would keep for its backward."""
+    """Attention's output, with the scores that a CPU would keep for its backward."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, shape: tuple[int, ...], log: _Log) -> Tensor:
@@ -128,7 +128,7 @@ class _Log(Meter):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """What appears meanwhile are scores, split as what attention is given."""
+        """Takes tensors that appear meanwhile for scores, split as attention's inputs are."""
         self._writing = True
         try:
             yield
@@ -286,7 +286,7 @@ class Step:
 
 
 def _called(block: nn.Module, before: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What a block may call: its children, of lists theirs."""
+    """Yields the modules that a block may call: its children, and those of lists."""
     for name, child in block.named_children():
         if isinstance(child, LISTS):
             yield from _called(child, f"{before}{name}.")

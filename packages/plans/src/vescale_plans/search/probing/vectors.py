@@ -1,4 +1,4 @@
-"""What the entries of parameters reach that are no contraction's: a gate, a decay, a number per head.
+"""Finds the reach of parameters' entries that are no contraction's: a gate, a decay, a number per head.
 
 A parameter is the same in all rows of a batch, so that a forward has one test for each. Those of parameters whose sinks
 are not the same share a forward, and entries are told apart by the digits of their numbers where these tell
@@ -41,7 +41,7 @@ def vectors_reach(
     grouped: frozenset[Key],
     met: Met,
 ) -> dict[str, Reach]:
-    """What the entries of each parameter reach, of those that reach the sinks of groups alone (`grouped`): what reaches
+    """Returns the reach of each parameter's entries, if they reach the sinks of groups alone (`grouped`): what reaches
     anything else is cut with none. Parameters that reach a sink with all entries alike are left out. `whole` has all
     parameters of modules that have no others, as norms are: what one reaches all do.
 
@@ -68,7 +68,7 @@ def vectors_reach(
 
 
 def _disjoint(vectors: Iterable[_Vector]) -> Iterator[list[_Vector]]:
-    """Those that share a forward: no sink is two's."""
+    """Yields those that share a forward: no sink is two's."""
     waiting = list(vectors)
     while waiting:
         taken: set[Key] = set()
@@ -92,7 +92,7 @@ class _Tests:
         self._calls, self._met = calls, met
 
     def by_digits(self, vectors: list[_Vector]) -> Iterator[tuple[_Vector, Reach]]:
-        """Of those that `Digits` tell apart."""
+        """Yields the reach of those that `Digits` tell apart."""
         left = [one for one in vectors if len(one.units) > 1]
         digits = {one.name: Digits(len(one.units)) for one in left}
         met: dict[str, list[Mapping[Key, Tensor]]] = {one.name: [] for one in left}
@@ -109,7 +109,7 @@ class _Tests:
                 yield one, _reach(one, clear)
 
     def each(self, vectors: list[_Vector]) -> Iterator[tuple[_Vector, Reach]]:
-        """By a test for each unit, of those whose samples do not reach alike."""
+        """Tests each unit of those whose samples do not reach alike."""
         sampled = self._at(vectors, {one.name: sorted({0, len(one.units) // 3, len(one.units) - 1}) for one in vectors})
         left = [one for one in vectors if not any(reach.is_mixing for reach in sampled[one.name].values())]
         whole = self._at(left, {one.name: range(len(one.units)) for one in left})
@@ -128,7 +128,7 @@ class _Tests:
         }
 
     def _reached(self, vectors: list[_Vector], which: Mapping[str, Tensor | list[int]]) -> dict[Key, Tensor]:
-        """What these units of theirs reach of their sinks, in one forward."""
+        """Returns the reach of these units among their sinks, in one forward."""
         sinks = frozenset().union(*(one.sinks for one in vectors))
         found = self._met({one.name: one.units[which[one.name]].flatten() for one in vectors}, sinks)
         return {key: found[key] if key in found else self._nothing(key) for key in sinks}
