@@ -11,9 +11,27 @@ from .._conversions.convert import describe
 from .._errors import GradientError, OperatorError, PlainTensorError
 from .._tensor.tensor import DTensor, local_only
 
+_WHOLE = "vescale: whole"
 
-def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> NoReturn:
-    """Raises for a plain tensor with a gradient's history, among the operands `tensors`."""
+
+def check_whole(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
+    """Raises for a plain tensor with a gradient's history, among the operands `tensors`, if a DTensor or a function of
+    ours is in that history. Computed from plain leaves alone it is whole and alike on all ranks, as these are. Nodes
+    that were found so are not looked at again."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or _WHOLE in node.metadata:
+            continue
+        seen.add(node)
+        forward = getattr(type(node), "_forward_cls", None)
+        if type(getattr(node, "variable", None)) is DTensor or forward and forward.__module__.startswith("vescale"):
+            _raise_lost_layout(function, tensor, tensors)
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    tensor.grad_fn.metadata[_WHOLE] = True
+
+
+def _raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> NoReturn:
     raise PlainTensorError(
         events.function_name(function),
         f"a plain tensor with autograd history (from {tensor.grad_fn.name()}) is combined with a DTensor: it has "
@@ -24,10 +42,6 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
         ],
         [
             ("DTensor.from_local(tensor, mesh, placements)", "if it is this rank's part: so is its gradient"),
-            (
-                "distribute_tensor(leaf, mesh, placements)",
-                "once, of the leaf that it came from, if all ranks hold that: train the result",
-            ),
             ("register_rule(function)", "for a function that returns plain tensors"),
         ],
     )

@@ -39,7 +39,7 @@ from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
 from .arguments import ATOMS, collect, key_of, keyed, substitute
-from .contracts import check_tracked, raise_lost_layout, raise_number
+from .contracts import check_tracked, check_whole, raise_number
 from .copies import as_on_one_device, check_writable, mark_copy
 from .flat_rules import decide_flat
 from .functorch import check_not_wrapped
@@ -301,13 +301,15 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.plain or decision.decomposition is not None:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
-                raise_lost_layout(function, tensor, tensors)
+                check_whole(function, tensor, tensors)
     if decision.untracked and is_grad_enabled():
         for index in decision.untracked:
             check_tracked(function, tensors[index])
         if Trait.METADATA not in entry.traits:
             given = [one if i == 0 and entry.inplace else read(one) for i, one in enumerate(tensors)]
             if any(one is not tensor for one, tensor in zip(given, tensors)):
+                if function is Tensor.view_as and tensors[0] is tensors[1]:
+                    return given[0]  # an alias, whose node is next to the parameter's own, for which torch looks
                 queue = iter(given)
                 args = substitute(args, lambda _: next(queue))
                 return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))

@@ -161,7 +161,7 @@ def _attached(out: Any, gathered_operands: list, written: dict[int, DTensor], pl
             out = alias(out)
         if out.layout is torch.strided:
             for source, full, _ in gathered_operands:
-                if _share(out, full) and not _share(full, source):  # a view, on one device: a write must not be lost
+                if share(out, full) and not share(full, source):  # a view, on one device: a write must not be lost
                     out = mark_copy(out, source)
         mesh = gathered_operands[0][0]._layout.mesh
         layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
@@ -176,7 +176,7 @@ def _attached(out: Any, gathered_operands: list, written: dict[int, DTensor], pl
     return out
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
+def share(one: Tensor, other: Tensor) -> bool:
     """True if two tensors lie in one storage."""
     with local_only():
         if one.layout is not torch.strided or other.layout is not torch.strided:

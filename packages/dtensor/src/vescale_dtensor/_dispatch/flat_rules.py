@@ -28,8 +28,8 @@ from .._rules.registry import Call, Decision, Entry, Operand, decomposed
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
 from .arguments import substitute
-from .copies import mark_copy
-from .fallback import gathered
+from .copies import copied_side, mark_copy
+from .fallback import gathered, share
 from .signature import Signature
 
 
@@ -46,7 +46,7 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
         return decision
     if call.inplace and call.operands[0].layout.flat_axis is not None:
         return decomposed(gathered(call.function, lacks="form on flat shards"))
-    return decomposed(_opened(call.function, Trait.VIEW in traits and not call.inplace))
+    return decomposed(_opened(call.function))
 
 
 def _stays(traits: Trait, call: Call) -> bool:
@@ -128,23 +128,26 @@ def on_flat(call: Call, signature: Signature) -> Decision | None:
     return Decision(targets=tuple(targets), out=outs[0] if signature.single else outs)
 
 
-def _opened(function: Callable, view: bool) -> Callable:
-    """`function` with its flat operands gathered over their axes. What would be a view of the first of all its
-    tensors is marked as a copy, if that was gathered."""
+def _opened(function: Callable) -> Callable:
+    """`function` with its flat operands gathered over their axes. What would share an operand's memory on one device,
+    and shares what was gathered, is marked as a copy."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given: list[tuple[Tensor, bool]] = []
+        given: list[tuple[DTensor, DTensor]] = []
 
         def opened(tensor: Tensor) -> Tensor:
-            is_flat = type(tensor) is DTensor and tensor._layout.flat_axis is not None
-            given.append((tensor, is_flat))
-            if not is_flat:
+            if type(tensor) is not DTensor or tensor._layout.flat_axis is None:
                 return tensor
             layout = tensor._layout.base
-            return convert_operand(tensor, layout, layout.opened, function)
+            given.append((tensor, convert_operand(tensor, layout, layout.opened, function)))
+            return given[-1][1]
 
-        out = function(*substitute(args, opened), **substitute(kwargs, opened))
-        source, is_copy = given[0]
-        return substitute(out, lambda one: mark_copy(one, source)) if view and is_copy else out
+        def marked(out: Tensor) -> Tensor:
+            for source, whole in given:
+                if type(out) is DTensor and (share(out, whole) or copied_side(out) == "copy"):
+                    out = mark_copy(out, source)
+            return out
+
+        return substitute(function(*substitute(args, opened), **substitute(kwargs, opened)), marked)
 
     return run

@@ -121,6 +121,8 @@ def _of_full_tensor(original: Callable, args: tuple, kwargs: dict) -> Any:
     """Calls a constructor on the whole tensor."""
     if args and type(args[0]) is DTensor and original.__name__ == "set_":
         return original(*args, **kwargs)
+    if original.__name__.endswith("to_dlpack"):
+        return args[0].__dlpack__(**kwargs)
 
     def full(value: Any) -> Any:
         return value.full_tensor() if type(value) is DTensor else value

@@ -40,10 +40,8 @@ def _accessors(*names: str) -> list[Callable]:
     return [function for function in found if function is not None]
 
 
-def _refuse(function: Any, tensor: DTensor, rule: str) -> None:
-    raise OperatorError(
-        function_name(function), rule, [describe("tensor", tensor, tensor._layout.base)], _REMEDIES
-    )
+def refuse(function: Any, tensor: DTensor, rule: str) -> None:
+    raise OperatorError(function_name(function), rule, [describe("tensor", tensor, tensor._layout.base)], _REMEDIES)
 
 
 @handler(_accessors("data_ptr", "const_data_ptr", "__cuda_array_interface__"))
@@ -51,7 +49,7 @@ def address(function: Callable, args: tuple, kwargs: dict) -> Any:
     """The shard's, where it is the whole tensor."""
     tensor = args[0]
     if not tensor._layout.base.is_replicated and tensor._layout.numel:
-        _refuse(function, tensor, "at a DTensor's address lies this rank's part, which is not of the global shape")
+        refuse(function, tensor, "at a DTensor's address lies this rank's part, which is not of the global shape")
     if (stage := tensor.__dict__.get("_stage")) is not None:  # a file of it would lack what the others hold
         raise OperatorError(function_name(function), *stage)
     with local_only():
@@ -163,14 +161,14 @@ def _strides(function: Callable, tensor: DTensor) -> tuple[int, ...]:
         strides, sizes = tensor.stride(), tensor.shape
         base = _origin(tensor)
     if base is _CUT_OUT:
-        _refuse(function, tensor, "it had to be copied out of a tensor, of which one device has a view")
+        refuse(function, tensor, "it had to be copied out of a tensor, of which one device has a view")
     if layout.is_replicated or layout.local_shape == layout.shape:
         return strides
     found = global_stride(strides, sizes, layout)
     if found is not None and base is not None:
         found = _with_gaps(found, strides, tensor, base)
     if found is None:
-        _refuse(function, tensor, f"one device's strides do not follow from the shard's, {strides} of {list(sizes)}")
+        refuse(function, tensor, f"one device's strides do not follow from the shard's, {strides} of {list(sizes)}")
     return found
 
 
@@ -239,4 +237,4 @@ def storage_offset(function: Callable, args: tuple, kwargs: dict) -> int:
         cut_out = _origin(tensor) is _CUT_OUT
         if not cut_out and (base is None or tensor.storage_offset() == base.storage_offset()):
             return 0
-    _refuse(function, tensor, "where one device's view begins does not follow from the shard's offset")
+    refuse(function, tensor, "where one device's view begins does not follow from the shard's offset")

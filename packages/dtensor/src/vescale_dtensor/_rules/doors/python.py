@@ -7,6 +7,7 @@ and must be called on every rank; on a replicated one they do not.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..._conversions.convert import alias, convert_plain
 from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
+from ..._dispatch.copies import copied_side
 from ..._errors import OperatorError
 from ..._tensor.gradient import grad_of, move_grad
 from ..._tensor.loans import borrow
@@ -22,6 +24,7 @@ from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
 from ..registry import handler
 from ..traits import VIEWS, Trait
 from .communication import leave_nobody_waiting
+from .memory import refuse
 
 
 def full_value(tensor: DTensor, cause: object) -> Tensor:
@@ -37,10 +40,24 @@ def full_value(tensor: DTensor, cause: object) -> Tensor:
     Tensor.__dlpack_device__, _TensorBase_int, traits=Trait.READS,
 )  # fmt: skip
 def value(function, args, kwargs):
-    """The global value: a collective on every rank unless the tensor is replicated."""
-    with torch.no_grad() if function not in (Tensor.numpy, Tensor.__array__) else _as_is():
+    """The global value: a collective on every rank unless the tensor is replicated. Where others see its memory (a
+    parameter, a gradient), what was gathered cannot be written: the write would not reach them."""
+    with torch.no_grad() if function not in (Tensor.numpy, Tensor.__array__) else nullcontext():
         gathered = full_value(args[0], function)
-    return function(gathered, *args[1:], **kwargs)
+    is_apart = _is_copied(args[0])
+    if is_apart and function is Tensor.__dlpack__ and not kwargs.get("copy"):
+        refuse(function, args[0], "others see its memory, which is not whole on this rank: a write would be lost")
+    found = function(gathered, *args[1:], **kwargs)
+    if is_apart and function in (Tensor.numpy, Tensor.__array__):
+        found.flags.writeable = False
+    return found
+
+
+def _is_copied(tensor: DTensor) -> bool:
+    """Whether what is read of the tensor is a copy of memory that others see: a parameter's, or a gradient's."""
+    if tensor._layout.base.is_replicated:
+        return copied_side(tensor) == "copy"
+    return tensor.requires_grad or not tensor.__dict__.keys().isdisjoint(("_owner", "_loan", "_gradient_of"))
 
 
 @handler(Tensor.__contains__, traits=Trait.READS)
@@ -166,11 +183,3 @@ def set_memory(tensor: Tensor, *source, **options) -> Tensor:
 
 
 DTensor.set_ = set_memory
-
-
-class _as_is:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return False
