@@ -1,0 +1,127 @@
+"""Values inside what users hand around: the only place that knows kinds of containers.
+
+A container is a dict, a UserDict (HuggingFace's BatchEncoding), a list, a tuple, a deque, a slice, a dataclass, or of a
+class below these: namedtuples, torch's named results, OrderedDicts, ModelOutputs. Modules, classes and sets are leaves.
+A container that stands in two places is visited twice. One that holds itself is visited once by `leaves`, and has no
+end for the others, which raise Python's RecursionError.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+PLAIN = frozenset((type(None), bool, int, float, str))
+"""Classes of leaves that hold nothing."""
+_SLICE = ("start", "stop", "step")
+_KEYED = (dict, UserDict)
+_INDEXED = (list, deque)
+
+
+def parts(value: Any) -> Mapping[Any, Any] | None:
+    """Returns what a container holds, by key, index or name; None for a leaf."""
+    if isinstance(value, _KEYED):
+        return value
+    if isinstance(value, (tuple, *_INDEXED)):
+        return dict(enumerate(value))
+    if isinstance(value, slice):
+        return {name: getattr(value, name) for name in _SLICE}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module, Tensor)):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
+    return None
+
+
+def with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
+    """Returns a container of the same class and of the same parts but for those in `changed`."""
+    if type(value) is dict:
+        return {**value, **changed}
+    if isinstance(value, tuple):
+        items = [changed.get(i, item) for i, item in enumerate(value)]
+        return getattr(type(value), "_make", type(value))(items)
+    if isinstance(value, slice):
+        return slice(*[changed.get(name, getattr(value, name)) for name in _SLICE])
+    fresh = copy.copy(value)
+    if isinstance(value, (*_KEYED, *_INDEXED)):
+        for key, item in changed.items():
+            fresh[key] = item
+    else:
+        for name, item in changed.items():
+            object.__setattr__(fresh, name, item)  # the dataclass may be frozen
+    return fresh
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Returns `value` with `function(tensor)` in place of every tensor; the same object where nothing changes."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return function(value)
+    if kind is tuple or kind is list:  # on the hot path, as are dicts
+        items = [map_tensors(item, function) for item in value]
+        for new, old in zip(items, value):
+            if new is not old:
+                return items if kind is list else tuple(items)
+        return value
+    inside = value if kind is dict else parts(value)
+    if not inside:
+        return value
+    changed = {}
+    for key, old in inside.items():  # no comprehension: torch's compiler cannot read its cells
+        new = map_tensors(old, function)
+        if new is not old:
+            changed[key] = new
+    return with_parts(value, changed) if changed else value
+
+
+def map_first(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Like `map_tensors`, for the first tensor only."""
+    waiting = [function]
+    return map_tensors(value, lambda tensor: waiting.pop()(tensor) if waiting else tensor)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns every tensor of `value`, in the order of `map_tensors`."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found
+
+
+def fill(template: Any, tensors: Iterable[Any]) -> Any:
+    """Returns `template` with its tensors replaced by `tensors`, in order."""
+    following = iter(tensors)
+    return map_tensors(template, lambda _: next(following))
+
+
+def copied(value: Any) -> Any:
+    """Returns fresh containers around the same leaves: the caller may change them."""
+    inside = None if isinstance(value, Tensor) else parts(value)
+    return value if inside is None else with_parts(value, {key: copied(item) for key, item in inside.items()})
+
+
+def named(value: Any, name: str, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of `value`, each with its place: `name`, then a dot and a key per container."""
+    inside = None if isinstance(value, Tensor) else parts(value)
+    if inside is None:
+        yield name, value
+    elif id(value) not in around:
+        for key, item in inside.items():
+            yield from named(item, f"{name}.{key}", (*around, id(value)))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what `value` holds that is no container; `value` itself where it is none."""
+    return (leaf for _, leaf in named(value, ""))
