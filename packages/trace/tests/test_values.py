@@ -140,6 +140,11 @@ def test_what_a_dataclass_derives_is_mapped_with_its_fields():
     assert [float(one) for one in (derived.first, derived.second, *derived.both, derived.beside)] == [2, 4, 2, 4, 2]
 
 
+def test_a_class_of_containers_may_be_a_leaf():
+    pair = Pair(ONE, TWO)
+    assert list(leaves([pair, 3], atoms=Pair)) == [pair, 3]
+
+
 def test_places_have_names():
     found = [(name, leaf) for name, leaf in named({"a": [ONE, Pair(TWO, 3)]}, "x")]
     assert [name for name, _ in found] == ["x.a.0", "x.a.1.0", "x.a.1.1"] and found[2][1] == 3

@@ -112,16 +112,18 @@ def copied(value: Any) -> Any:
     return value if inside is None else with_parts(value, {key: copied(item) for key, item in inside.items()})
 
 
-def named(value: Any, name: str, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, atoms: type | tuple[type, ...] = Tensor) -> Iterator[Any]:
+    """Yields what `value` holds that is no container, or of a class in `atoms`; `value` itself where it is that."""
+    return (leaf for _, leaf in named(value, "", atoms))
+
+
+def named(
+    value: Any, name: str, atoms: type | tuple[type, ...] = Tensor, around: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yields the leaves of `value`, each with its place: `name`, then a dot and a key per container."""
-    inside = None if isinstance(value, Tensor) else parts(value)
+    inside = None if isinstance(value, atoms) else parts(value)
     if inside is None:
         yield name, value
     elif id(value) not in around:
         for key, item in inside.items():
-            yield from named(item, f"{name}.{key}", (*around, id(value)))
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yields what `value` holds that is no container; `value` itself where it is none."""
-    return (leaf for _, leaf in named(value, ""))
+            yield from named(item, f"{name}.{key}", atoms, (*around, id(value)))
