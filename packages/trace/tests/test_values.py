@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_trace.values import copied, fill, leaves, map_first, map_tensors, named, parts, tensors_in
+from vescale_trace.values import copied, fill, leaves, map_first, map_tensors, named, parts, refill, tensors_in
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 
@@ -154,6 +154,27 @@ def test_only_what_changes_is_made_anew():
     kept, changed = [ONE], [TWO]
     new = map_tensors((kept, changed), lambda tensor: tensor if tensor is ONE else tensor + 1)
     assert new[0] is kept and new[1] is not changed and changed == [TWO]
+
+
+MUTABLE = ("list", "dict", "keys of any kind", "OrderedDict", "defaultdict", "output of a model", "UserDict", "deque")
+
+
+@pytest.mark.parametrize("kind", (*MUTABLE, "list with another constructor", "dataclass"))
+def test_containers_are_filled_in_place(kind):
+    value, wanted = KINDS[kind](), KINDS[kind]()
+    refill(value, dict.fromkeys(parts(value), TWO))
+    assert tensors_in(value) == [TWO, TWO] and type(value) is type(wanted)
+    refill(value, parts(wanted))
+    assert shown(value) == shown(wanted)
+
+
+def test_a_filled_container_has_no_other_entries_and_their_order():
+    value = {"a": 1, "b": 2, "c": 3}
+    refill(value, {"c": 3, "a": 4})
+    assert list(value.items()) == [("c", 3), ("a", 4)]
+    value = [1, 2, 3]
+    refill(value, {0: 5})
+    assert value == [5]
 
 
 def test_copies_are_the_callers_to_change():

@@ -14,10 +14,12 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 PLAIN = frozenset((type(None), bool, int, float, str))
 """Classes of leaves that hold nothing."""
+_ATOMS = PLAIN | {type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 _SLICE = ("start", "stop", "step")
 _KEYED = (dict, UserDict)
 _INDEXED = (list, deque)
@@ -56,13 +58,34 @@ def with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
     return fresh
 
 
+def refill(value: Any, now: Mapping[Any, Any]) -> None:
+    """Makes a mutable container hold these parts, in place; entries that it holds already are not written to."""
+    if isinstance(value, _INDEXED):
+        value.clear()
+        value.extend(now.values())
+    elif isinstance(value, _KEYED):
+        for key in [*value]:
+            if key not in now:
+                del value[key]
+        for key, item in now.items():
+            if key not in value or value[key] is not item:
+                value[key] = item
+        if list(value) != list(now):
+            for key in now:
+                value[key] = value.pop(key)
+    else:
+        for name, item in now.items():
+            if getattr(value, name, None) is not item:
+                setattr(value, name, item)
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Returns `value` with `function(tensor)` in place of every tensor; the same object where nothing changes."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
     if isinstance(value, Tensor):
         return function(value)
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
     if kind is tuple or kind is list:  # on the hot path, as are dicts
         items = [map_tensors(item, function) for item in value]
         for new, old in zip(items, value):
@@ -88,16 +111,26 @@ def map_first(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns every tensor of `value`, in the order of `map_tensors`."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, keep)
+    collect(value, found)
     return found
+
+
+def collect(value: Any, tensors: list[Tensor]) -> None:
+    """Appends every tensor of `value`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return
+    kind = type(value)
+    if kind in _ATOMS:
+        return
+    if kind is not tuple and kind is not list:
+        inside = value if kind is dict else parts(value)
+        if not inside:
+            return
+        value = inside.values()
+    for item in value:
+        collect(item, tensors)
 
 
 def fill(template: Any, tensors: Iterable[Any]) -> Any:

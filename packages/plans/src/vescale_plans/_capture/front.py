@@ -28,8 +28,8 @@ from torch import Tensor, fx, nn
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, Mesh, attach, layout_of, local_only
+from vescale_trace.values import map_tensors, tensors_in
 
-from .._apply.containers import map_tensors, tensors_in
 from .._calls.alone import Alone, State
 from .._calls.chain import Call, hooks_after, hooks_before
 from .._torch_private import backend_named, capture_settings, compiler_errors, functorch_config

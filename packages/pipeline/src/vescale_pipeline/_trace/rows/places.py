@@ -181,10 +181,8 @@ def counts_rows(note: Note, tags: list[Any]) -> bool:
     """Whether what comes of numbers of rows are such, too."""
     if tags != [NUMBERS]:
         return False
-    return (
-        note.name in _OF_NUMBERS
-        or note.name == "getitem"
-        and all(one is None or one is Ellipsis or one == slice(None) for one in _index(note))
+    return note.name in _OF_NUMBERS or note.name == "getitem" and all(
+        one is None or one is Ellipsis or one == slice(None) for one in _index(note)
     )
 
 
