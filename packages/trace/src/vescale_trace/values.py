@@ -20,19 +20,18 @@ from torch import Tensor, nn
 PLAIN = frozenset((type(None), bool, int, float, str))
 """Classes of leaves that hold nothing."""
 _ATOMS = PLAIN | {type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-_SLICE = ("start", "stop", "step")
 _KEYED = (dict, UserDict)
 _INDEXED = (list, deque)
 
 
 def parts(value: Any) -> Mapping[Any, Any] | None:
     """Returns what a container holds, by key, index or name; None for a leaf."""
+    if type(value) is slice:
+        return {"start": value.start, "stop": value.stop, "step": value.step}
     if isinstance(value, _KEYED):
         return value
     if isinstance(value, (tuple, *_INDEXED)):
         return dict(enumerate(value))
-    if isinstance(value, slice):
-        return {name: getattr(value, name) for name in _SLICE}
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module, Tensor)):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
@@ -47,7 +46,7 @@ def with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
         items = [changed.get(i, item) for i, item in enumerate(value)]
         return getattr(type(value), "_make", type(value))(items)
     if isinstance(value, slice):
-        return slice(*[changed.get(name, getattr(value, name)) for name in _SLICE])
+        return slice(*{**parts(value), **changed}.values())
     fresh = copy.copy(value)
     if isinstance(value, (*_KEYED, *_INDEXED)):
         for key, item in changed.items():

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import map_tensors
+
 from .._conversions.convert import convert_operand
 from .._layouts.layout import layout_of
 from .._layouts.state import flat
 from .._rules.registry import Call, Decision, Entry, Operand, decomposed
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
-from .arguments import substitute
 from .copies import mark_copy
 from .fallback import gathered
 from .signature import Signature
@@ -142,8 +143,8 @@ def _opened(function: Callable, view: bool) -> Callable:
             layout = tensor._layout.base
             return convert_operand(tensor, layout, layout.opened, function)
 
-        out = function(*substitute(args, opened), **substitute(kwargs, opened))
+        out = function(*map_tensors(args, opened), **map_tensors(kwargs, opened))
         source, is_copy = given[0]
-        return substitute(out, lambda one: mark_copy(one, source)) if view and is_copy else out
+        return map_tensors(out, lambda one: mark_copy(one, source)) if view and is_copy else out
 
     return run
