@@ -1,6 +1,7 @@
 """What is no checkpoint of ours: `load` says which kind it is, and what it advises works."""
 
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vescale_checkpoint import CheckpointError, StorageError, UnsafeError, load, save
+from vescale_checkpoint.plan._state import contents_of
 
 
 def made():
@@ -101,3 +103,22 @@ def test_what_is_not_known_is_no_step_as_before(tmp_path):
         load(tmp_path, {"model": made()})
     with pytest.raises(StorageError, match="it does not exist"):
         load(tmp_path / "nothing", {"model": made()})
+
+
+def test_a_model_in_an_object_with_a_state_names_the_parameters_of_its_optimizer():
+    @dataclass
+    class Training:
+        model: nn.Module
+
+        def state_dict(self):
+            return self.model.state_dict()
+
+        def load_state_dict(self, state):
+            self.model.load_state_dict(state)
+
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = {"training": Training(model), "optimizer": optimizer}
+    assert "optimizer.state.weight.momentum_buffer" in contents_of(saved).tensors

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vescale_trace.values import collect
+
 from ._communication import events as _events
 from ._communication.advice import Advice as Advice
 from ._communication.advice import Report, report
@@ -32,7 +34,6 @@ from ._debugger.ide import refuse_evaluated
 from ._debugger.prompt import stop_here
 from ._debugger.quiet import is_unstopped
 from ._debugger.session import world
-from ._dispatch.arguments import collect
 from ._errors import MeshError
 from ._layouts.layout import Layout
 from ._tensor.tensor import DTensor, local_only

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from vescale_trace.values import map_tensors, tensors_in
+
 from ._errors import PipelineError
 from ._runtime.loss import loss_in
 from ._torch_private import FakeTensorMode, TorchDispatchMode
-from ._trace.containers import map_tensors, tensors_in
 from ._trace.memory import kept_as_it_was
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.nn.modules import batchnorm, conv, module
-from torch.utils import _python_dispatch, _pytree, checkpoint
+from torch.utils import _python_dispatch, checkpoint
 
 # Whether a tensor was written to, without the call of a method. Instead: a public `Tensor.version`.
 version_of = Tensor._version.__get__
@@ -82,10 +82,6 @@ _ConvNd = conv._ConvNd
 # Sees each operator of a dry run. Instead: a public `torch.utils` name of it.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-
-# The tensors in an operator's arguments. Instead: a public pytree of torch in Python.
-tree_iter = _pytree.tree_iter
-tree_map_only = _pytree.tree_map_only
 
 # A checkpoint whose beginning and end are apart, around a module's hooks. Instead: `checkpoint`, of a function alone.
 _checkpoint_without_reentrant_generator = checkpoint._checkpoint_without_reentrant_generator

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from vescale_dtensor.debug import Event, comm_trace
 from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
+from vescale_trace.values import map_tensors
 
 from ._apply.apply import OptimizerFn, Stages, parallelize
-from ._apply.containers import map_tensors
 from ._apply.generators import generators_kept
 from ._apply.join import forget_meshes
 from ._dry.distributions import values_unchecked

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from vescale_dtensor.debug import Event
 from vescale_dtensor.engine import current_module
+from vescale_trace.values import tensors_in
 
 from ._dry.meter import flops_of
-from ._torch_private import tree_iter
 
 if TYPE_CHECKING:  # the planner builds on dry runs
     from .search.pricing.hardware import Hardware
@@ -210,7 +210,7 @@ def _is_view(function) -> bool:
 
 def _bytes(tree: object) -> int:
     """Bytes of all tensors, each once; of one that is expanded, what lies in memory."""
-    return sum(_held(one) for one in {id(one): one for one in tree_iter(tree) if isinstance(one, Tensor)}.values())
+    return sum(_held(one) for one in {id(one): one for one in tensors_in(tree)}.values())
 
 
 def _held(tensor: Tensor) -> int:

@@ -6,8 +6,8 @@ from torch import nn
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_plans import Boundary, Plan, PlanError, generate_plan, library
-from vescale_plans._apply.containers import map_first, map_tensors
 from vescale_plans._plan.match import match, nearest
+from vescale_trace.values import map_first, map_tensors
 
 
 def message(call, *args, **kwargs) -> str:

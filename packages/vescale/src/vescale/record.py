@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import CommunicationError, DTensor, VescaleError
 from vescale_dtensor.engine import convert, requires_grad, world_objects
+from vescale_trace.values import named
 
 from ._machine._torch_private import _current_graph_task_id
 from ._recorded.digest import Summary, flat_indices, measure, unpack
@@ -346,11 +347,5 @@ def _state_of(optimizer: Any, names: Mapping[int, str]) -> Mapping[str, Mapping[
 
 def _tensors(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested containers, with their places."""
-    if type(value) in (Tensor, DTensor, nn.Parameter):
-        yield label, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _tensors(part, f"{label}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for place, part in enumerate(value):
-            yield from _tensors(part, f"{label}.{place}")
+    kinds = (Tensor, DTensor, nn.Parameter)
+    return ((place, one) for place, one in named(value, label) if type(one) in kinds)

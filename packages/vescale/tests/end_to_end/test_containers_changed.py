@@ -1,7 +1,7 @@
 """Lists, dicts and dataclasses that a forward is given and changes: their caller sees it, as on one device."""
 
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, deque
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,8 @@ MAKES = {
     "dict": lambda: dict(tensors()),
     "OrderedDict": lambda: OrderedDict(tensors()),
     "list": lambda: list(tensors().values()),
+    "UserDict": lambda: UserDict(tensors()),
+    "deque": lambda: deque(tensors().values()),
     "dataclass": lambda: Batch(**tensors()),
     "ModelOutput": lambda: output_of(**tensors()),
     "in a tuple": lambda: (dict(tensors()), 3),
@@ -57,17 +59,17 @@ def first(given):
 
 
 def read(held, at):
-    if isinstance(held, list):
+    if isinstance(held, (list, deque)):
         return held[at]
-    if dataclasses.is_dataclass(held) and not isinstance(held, dict):
+    if dataclasses.is_dataclass(held) and not isinstance(held, (dict, UserDict)):
         return getattr(held, ("x", "labels", "more")[at])
     return list(held.values())[at]
 
 
 def write(held, at, value):
-    if isinstance(held, list):
+    if isinstance(held, (list, deque)):
         held[at] = value
-    elif dataclasses.is_dataclass(held) and not isinstance(held, dict):
+    elif dataclasses.is_dataclass(held) and not isinstance(held, (dict, UserDict)):
         setattr(held, ("x", "labels", "more")[at], value)
     else:
         held[list(held)[at]] = value
@@ -98,11 +100,11 @@ def nothing(held, h):
 
 
 def take_out(held, h):
-    held.pop("labels") if isinstance(held, dict) else held.pop()
+    held.pop("labels") if isinstance(held, (dict, UserDict)) else held.pop()
 
 
 def add(held, h):
-    if isinstance(held, list):
+    if isinstance(held, (list, deque)):
         held.append(h)
         held.insert(0, held[1])
     else:
@@ -116,7 +118,7 @@ def take_out_and_add(held, h):
 
 
 def to_the_end(held, h):
-    if isinstance(held, list):
+    if isinstance(held, (list, deque)):
         held.reverse()
     else:
         held["x"] = held.pop("x")
@@ -174,9 +176,9 @@ def said(value, own):
     """What a container holds: which of the caller's tensors, or which numbers."""
     if isinstance(value, torch.Tensor):
         return own[id(value)][0] if id(value) in own else full(value).detach().tolist()
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):
         return {key: said(each, own) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [said(each, own) for each in value]
     if dataclasses.is_dataclass(value):
         return {field.name: said(getattr(value, field.name), own) for field in dataclasses.fields(value)}
@@ -186,10 +188,10 @@ def said(value, own):
 def named(value, name, own):
     if isinstance(value, torch.Tensor):
         own[id(value)] = name, value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, dict):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (dict, UserDict)):
         named(vars(value), name, own)
-    elif isinstance(value, (dict, list, tuple)):
-        for key, each in (value.items() if isinstance(value, dict) else enumerate(value)):
+    elif isinstance(value, (dict, UserDict, list, tuple, deque)):
+        for key, each in (value.items() if isinstance(value, (dict, UserDict)) else enumerate(value)):
             named(each, f"{name}.{key}", own)
     return own
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import forget_all, local_only, written
+from vescale_trace.values import parts
 
 from .._errors import FormatError, MismatchError
 from ..format._box import Piece, full_box, pieces_of, stored
@@ -443,10 +444,10 @@ def _length(saved: Any) -> int | None:
 
 def _holds_objects(value: Any) -> bool:
     """True if a container holds objects that are filled in place, and so must not be replaced by a value."""
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        return any(isinstance(item, Tensor) or hasattr(item, "state_dict") or _holds_objects(item) for item in items)
-    return False
+    inside = parts(value)
+    return inside is not None and any(
+        isinstance(item, Tensor) or hasattr(item, "state_dict") or _holds_objects(item) for item in inside.values()
+    )
 
 
 def _is_plain(saved: Any) -> bool:

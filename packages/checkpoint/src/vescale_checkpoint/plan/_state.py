@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.values import leaves
+
 from .._errors import UnsafeError
 from ..format._text import shown
 from ..format._values import MOST_LEVELS, NAMES_KEY, encode
@@ -159,22 +161,11 @@ def named_parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, st
 def parameter_names(state: Any) -> dict[int, str]:
     """id of each parameter of the modules in `state` -> its (first) name there."""
     found: dict[int, str] = {}
-    for module in _modules(state):
+    modules = [one for one in leaves(state, (Tensor, nn.Module)) if isinstance(one, nn.Module)]
+    for module in modules:
         for name, parameter in module.named_parameters():
             found.setdefault(id(parameter), name)
     return found
-
-
-def _modules(value: Any) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            if not isinstance(item, Tensor):
-                yield from _modules(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _modules(item)
 
 
 def plan_text(plan: Any) -> Any:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import collect, map_tensors
+
 from .._conversions.conversion import plan
 from .._conversions.convert import describe
-from .._dispatch.arguments import collect, substitute
 from .._dispatch.dispatch import look_into, ordinary_call
 from .._errors import ImplicitCommunicationError, VescaleError
 from .._layouts.layout import Layout
@@ -112,7 +113,7 @@ class Strict:
         state = torch.get_rng_state()
         try:
             with torch.no_grad():
-                ordinary_call(self._below, function, substitute(args, blank), substitute(kwargs, blank))
+                ordinary_call(self._below, function, map_tensors(args, blank), map_tensors(kwargs, blank))
             return True
         except VescaleError:
             return False

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._dispatch.arguments import substitute
+from vescale_trace.values import map_tensors
+
 from .._dispatch.dispatch import call
 from .._errors import InternalError
 from .._layouts.layout import Layout
@@ -93,7 +94,7 @@ class DescribedMask(Tensor):
                 return args[0]
             if Trait.ELEMENTWISE in traits and (combined := _combined(function, args, kwargs)) is not None:
                 return combined
-        return function(*substitute(args, _made), **substitute(kwargs, _made))
+        return function(*map_tensors(args, _made), **map_tensors(kwargs, _made))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

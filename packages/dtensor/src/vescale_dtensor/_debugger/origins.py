@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.values import collect
+
 from .._communication import events
 from .._communication.events import Event
-from .._dispatch.arguments import collect
 from .._layouts.layout import Layout
 from .._tensor import tensor as tensor_module
 from .._tensor.tensor import DTensor, local_only

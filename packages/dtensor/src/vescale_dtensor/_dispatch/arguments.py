@@ -1,8 +1,7 @@
-"""The arguments of a call: the tensors among them, the key of its decision, and others in their place."""
+"""The arguments of a call: the key of its decision."""
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
@@ -74,37 +73,3 @@ def _items(items: Any, exact: bool) -> list:
         else:
             key.append(keyed(item, exact))
     return key
-
-
-def collect(value: Any, tensors: list[Tensor]) -> None:
-    """Appends the tensors of `value`, in order."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            collect(item, tensors)
-    elif isinstance(value, dict):
-        for item in value.values():
-            collect(item, tensors)
-    elif isinstance(value, slice):
-        collect((value.start, value.stop, value.step), tensors)
-
-
-def substitute(value: Any, replace: Any) -> Any:
-    """`value` with `replace(tensor)` in place of every tensor, in the order of `collect`. Containers of what is
-    replaced are rebuilt; a list of nothing else is the caller's, who sees what is appended."""
-    if isinstance(value, Tensor):
-        return replace(value)
-    if isinstance(value, (tuple, list)):
-        items = [substitute(item, replace) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (tuple, list) else value
-    if isinstance(value, dict):
-        found = {name: substitute(item, replace) for name, item in value.items()}
-        return value if all(map(is_, found.values(), value.values())) else found
-    if isinstance(value, slice):
-        return slice(*[substitute(item, replace) for item in (value.start, value.stop, value.step)])
-    return value

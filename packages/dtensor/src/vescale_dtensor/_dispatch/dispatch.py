@@ -23,6 +23,8 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
+from vescale_trace.values import collect, map_tensors
+
 from .._communication import events
 from .._conversions.conversion import is_alias
 from .._conversions.convert import alias, convert_operand, describe, read, refuse_foreign
@@ -38,7 +40,7 @@ from .._torch_private import OpOverload, without_dispatch_modes
 from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
-from .arguments import ATOMS, collect, key_of, keyed, substitute
+from .arguments import ATOMS, key_of, keyed
 from .contracts import check_tracked, check_whole, raise_number
 from .copies import as_on_one_device, check_writable, mark_copy
 from .flat_rules import decide_flat
@@ -111,7 +113,7 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         if _saved_tensors_hooks(True) is None:
             out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
         else:
-            args, kwargs = substitute(args, _as_saved), substitute(kwargs or {}, _as_saved)
+            args, kwargs = map_tensors(args, _as_saved), map_tensors(kwargs or {}, _as_saved)
             out = apart(_run_local(decision.run, types, args, kwargs))
         if type(out) is Tensor and not (decision.guarded and (_among(out, args) or decision.out.is_number)):
             layout = decision.out
@@ -182,7 +184,7 @@ def local_form(function: Any) -> Any:
     with dispatch on, beside gradients that are plain.
     """
     if isinstance(function, OpOverload) and function.namespace not in ("aten", "prims", "prim"):
-        return lambda *args, **kwargs: function(*substitute(args, _as_plain), **substitute(kwargs, _as_plain))
+        return lambda *args, **kwargs: function(*map_tensors(args, _as_plain), **map_tensors(kwargs, _as_plain))
     return getattr(function, "_local", function)
 
 
@@ -210,8 +212,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             plain = not tensor.requires_grad
             operands.append(Operand(layout_of(mesh, (INVARIANT,) * mesh.ndim, shape), plain, index))
     queue = iter(operands)
-    abstract_args = substitute(args, lambda _: next(queue))
-    abstract_kwargs = substitute(kwargs, lambda _: next(queue))
+    abstract_args = map_tensors(args, lambda _: next(queue))
+    abstract_kwargs = map_tensors(kwargs, lambda _: next(queue))
     inplace = entry.inplace or abstract_kwargs.get("inplace") is True
     decision = None
     if entry.rule is not None and kwargs.get("out") is not None:
@@ -311,8 +313,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                 if function is Tensor.view_as and tensors[0] is tensors[1]:
                     return given[0]  # an alias, whose node is next to the parameter's own, for which torch looks
                 queue = iter(given)
-                args = substitute(args, lambda _: next(queue))
-                return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
+                args = map_tensors(args, lambda _: next(queue))
+                return call_entry(entry, function, args, map_tensors(kwargs, lambda _: next(queue)))
     if decision.decomposition is not None:
         out = decision.decomposition(*args, **kwargs)
         if decision.watched:
@@ -322,8 +324,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         given = shared(decision, function, tensors)
         if given is not tensors:
             queue = iter(given)
-            args = substitute(args, lambda _: next(queue))
-            return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
+            args = map_tensors(args, lambda _: next(queue))
+            return call_entry(entry, function, args, map_tensors(kwargs, lambda _: next(queue)))
     for index in decision.mutated:
         check_writable(function, tensors[index])
     converted: list[Tensor] = tensors
@@ -342,8 +344,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                     _ = tensors[index].grad_fn  # a view's is brought up to date by being asked for, not by a write
             converted = [t if index in written else _as_saved(t) for index, t in enumerate(converted)]
         queue = iter(converted)
-        args = substitute(args, lambda _: next(queue))
-        kwargs = substitute(kwargs, lambda _: next(queue))
+        args = map_tensors(args, lambda _: next(queue))
+        kwargs = map_tensors(kwargs, lambda _: next(queue))
     try:
         with local_only():
             out = decision.run(*args, **kwargs)

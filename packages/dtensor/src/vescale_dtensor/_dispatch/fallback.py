@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
+from vescale_trace.values import map_tensors
+
 from .._communication.events import function_name, user_line
 from .._conversions.convert import alias, convert_operand, describe
 from .._errors import OperatorError
@@ -24,7 +26,6 @@ from .._layouts.state import INVARIANT
 from .._rules.registry import is_inplace
 from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import OpOverload, OpOverloadPacket
-from .arguments import substitute
 from .copies import check_writable, mark_copy
 from .stand_in import standing_in
 
@@ -66,7 +67,7 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
             gathered_operands.append((tensor, full, _version(full)))
             return full
 
-        full_args, full_kwargs = substitute(args, gather), substitute(kwargs, gather)
+        full_args, full_kwargs = map_tensors(args, gather), map_tensors(kwargs, gather)
         _report(function, gathered_operands, lacks)
         with local_only():
             try:
@@ -80,7 +81,7 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
                 if _version(full) != version or any(source is target for target in targets):
                     written[id(full)] = source
                     _write_back(function, source, full)
-        return _attached(out, gathered_operands, written, plains)
+        return map_tensors(out, lambda one: _attached(one, gathered_operands, written, plains))
 
     return run
 
@@ -151,29 +152,20 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 
 
-def _attached(out: Any, gathered_operands: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
-    if isinstance(out, Tensor):
-        if id(out) in written:
-            return written[id(out)]
-        if any(out is plain for plain in plains):
-            return out
-        if type(out) is not Tensor or any(out is full for _, full, _ in gathered_operands):
-            out = alias(out)
-        if out.layout is torch.strided:
-            for source, full, _ in gathered_operands:
-                if share(out, full) and not share(full, source):  # a view, on one device: a write must not be lost
-                    out = mark_copy(out, source)
-        mesh = gathered_operands[0][0]._layout.mesh
-        layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
-        return attach(out, layout if is_grad_enabled() else layout.untracked)
-    if isinstance(out, (tuple, list)):
-        items = [_attached(item, gathered_operands, written, plains) for item in out]
-        if type(out) in (tuple, list):
-            return type(out)(items)
-        return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
-    if isinstance(out, dict):
-        return {name: _attached(item, gathered_operands, written, plains) for name, item in out.items()}
-    return out
+def _attached(out: Tensor, gathered_operands: list, written: dict[int, DTensor], plains: list[Tensor]) -> Tensor:
+    if id(out) in written:
+        return written[id(out)]
+    if any(out is plain for plain in plains):
+        return out
+    if type(out) is not Tensor or any(out is full for _, full, _ in gathered_operands):
+        out = alias(out)
+    if out.layout is torch.strided:
+        for source, full, _ in gathered_operands:
+            if share(out, full) and not share(full, source):  # a view, on one device: a write must not be lost
+                out = mark_copy(out, source)
+    mesh = gathered_operands[0][0]._layout.mesh
+    layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
+    return attach(out, layout if is_grad_enabled() else layout.untracked)
 
 
 def share(one: Tensor, other: Tensor) -> bool:

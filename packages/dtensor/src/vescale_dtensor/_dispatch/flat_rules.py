@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import map_tensors
+
 from .._conversions.convert import convert_operand
 from .._layouts.layout import layout_of
 from .._layouts.state import flat
 from .._rules.registry import Call, Decision, Entry, Operand, decomposed
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
-from .arguments import substitute
 from .copies import copied_side, mark_copy
 from .fallback import gathered, share
 from .signature import Signature
@@ -148,6 +149,6 @@ def _opened(function: Callable) -> Callable:
                     out = mark_copy(out, source)
             return out
 
-        return substitute(function(*substitute(args, opened), **substitute(kwargs, opened)), marked)
+        return map_tensors(function(*map_tensors(args, opened), **map_tensors(kwargs, opened)), marked)
 
     return run

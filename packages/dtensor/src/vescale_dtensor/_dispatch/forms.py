@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from vescale_trace.values import collect
+
 from .._conversions.convert import convert
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
@@ -23,7 +25,6 @@ from .._layouts.state import INVARIANT
 from .._rules.registry import Call, Decision, Operand, decomposed
 from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import _storage_Use_Count
-from .arguments import collect
 from .fallback import gathered
 from .signature import Signature, solve
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import collect, map_tensors
+
 from .._conversions.convert import describe
 from .._conversions.reading import convert_to_read
 from .._errors import OperatorError
@@ -30,7 +32,6 @@ from .._torch_private import (
     _DisableTorchDispatch,
     _is_torch_function_enabled,
 )
-from .arguments import collect, substitute
 
 # What reads a value or hands it on, and is in no formula of a backward that such a number may take part in.
 _READS = {
@@ -74,7 +75,7 @@ def _with_values(function: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]
     refuse_operator(function, [tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor])
     if function._schema.is_mutable:
         _refuse(function, _tensors(args, kwargs))
-    return substitute(args, _full(function)), substitute(kwargs, _full(function))
+    return map_tensors(args, _full(function)), map_tensors(kwargs, _full(function))
 
 
 def _full(function: Any) -> Any:
@@ -109,8 +110,8 @@ def with_numbers(function: Callable) -> Callable:
     first = TAKE_NUMBERS[function]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        rest = [substitute(argument, _read) for argument in args[first:]]
-        named = {name: item if name in _FIRST else substitute(item, _read) for name, item in kwargs.items()}
+        rest = [map_tensors(argument, _read) for argument in args[first:]]
+        named = {name: item if name in _FIRST else map_tensors(item, _read) for name, item in kwargs.items()}
         return function(*args[:first], *rest, **named)
 
     return run

@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vescale_trace.values import collect, map_tensors
+
 from .._layouts.layout import Layout
 from .._layouts.strides import cut_to_one, global_stride, local_stride, row_major
 from .._rules.elements.pointwise import FUNCTIONS as ELEMENTWISE
 from .._tensor.tensor import plain_data, set_plain_data
 from .._torch_private import without_dispatch_modes
-from .arguments import collect, substitute
 
 _PERMUTING = frozenset({
     getattr(owner, name)
@@ -129,8 +130,8 @@ def _wanted(
             return None
         likes.append(torch.empty_strided(layout.shape, whole, dtype=tensor.dtype, device="meta"))
     queue = iter(likes)
-    args = substitute(args, lambda _: next(queue))
-    kwargs = substitute(kwargs, lambda _: next(queue))
+    args = map_tensors(args, lambda _: next(queue))
+    kwargs = map_tensors(kwargs, lambda _: next(queue))
     try:
         with torch.no_grad(), without_dispatch_modes():
             made = function(*args, **kwargs)

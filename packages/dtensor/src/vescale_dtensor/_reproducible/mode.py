@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.values import collect, map_tensors
+
 from .._conversions import convert, steps
-from .._dispatch.arguments import collect, keyed, substitute
+from .._dispatch.arguments import keyed
 from .._dispatch.dispatch import call_entry, look_into
 from .._layouts.layout import layout_of
 from .._rules.body import body_of
@@ -158,8 +160,8 @@ class reproducible(TorchFunctionMode):
             require_premise(tensors[0].device.type)
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
         queue = iter(operands)
-        abstract = substitute(args, lambda _: next(queue))
-        named = substitute(kwargs, lambda _: next(queue))
+        abstract = map_tensors(args, lambda _: next(queue))
+        named = map_tensors(kwargs, lambda _: next(queue))
         entry, function = plain.entry, plain.entry.function
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)

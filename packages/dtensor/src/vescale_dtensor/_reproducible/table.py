@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vescale_trace.values import map_tensors
+
 from .._dispatch import fallback
-from .._dispatch.arguments import substitute
 from .._dispatch.dispatch import call_entry
 from .._dispatch.flat_rules import on_flat
 from .._dispatch.signature import Signature
@@ -186,7 +187,7 @@ def compact(function: Callable) -> Callable:
         if kwargs.get("out") is not None or kwargs.get("inplace") is True:
             return function(*args, **kwargs)
         args, kwargs = apart(args, kwargs)
-        out = function(*substitute(args, Tensor.contiguous), **substitute(kwargs, Tensor.contiguous))
-        return substitute(out, lambda x: Contiguous.apply(x) if x.requires_grad else x)
+        out = function(*map_tensors(args, Tensor.contiguous), **map_tensors(kwargs, Tensor.contiguous))
+        return map_tensors(out, lambda x: Contiguous.apply(x) if x.requires_grad else x)
 
     return run

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
+from vescale_trace.values import collect, map_tensors
+
 from .._communication import events
 from .._conversions.convert import Convert, convert_tracked
 from .._conversions.memo import recall, remember
 from .._conversions.steps import Route, route_of
-from .._dispatch.arguments import collect, substitute
 from .._dispatch.dispatch import call_entry
 from .._layouts.layout import Layout
 from .._rules.registry import Entry
@@ -128,7 +129,7 @@ def apart(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs
     made = [_made(t, t, None) if t.requires_grad else t for t in reversed(tensors)]
     queue = iter(reversed(made))
-    return substitute(args, lambda _: next(queue)), substitute(kwargs, lambda _: next(queue))
+    return map_tensors(args, lambda _: next(queue)), map_tensors(kwargs, lambda _: next(queue))
 
 
 def places(tensors: list[Tensor], skip: Tensor | None = None) -> dict[int, list[Tensor]] | None:
@@ -169,7 +170,7 @@ def handler_of(entry: Entry) -> Callable:
             return call_entry(entry, function, args, kwargs)
         args, kwargs, back = replaced(args, kwargs, found)
         try:
-            return substitute(call_entry(entry, function, args, kwargs), lambda out: back.get(id(out), out))
+            return map_tensors(call_entry(entry, function, args, kwargs), lambda out: back.get(id(out), out))
         finally:
             for made in found.values():
                 for node in made:  # which autograd may save
@@ -192,7 +193,7 @@ def replaced(args: tuple, kwargs: dict, found: dict[int, list[Tensor]]) -> tuple
         back[id(made)] = tensor
         return made
 
-    return substitute(args, other), substitute(kwargs, other), back
+    return map_tensors(args, other), map_tensors(kwargs, other), back
 
 
 def _check_written(function: Any, tensor: Tensor) -> None:
@@ -228,9 +229,9 @@ def _of_inputs(entry: Entry) -> Callable:
     def run(function: Any, args: tuple, kwargs: dict) -> Any:
         with local_only():
             if "inputs" in kwargs:
-                kwargs = {**kwargs, "inputs": substitute(kwargs["inputs"], value_of)}
+                kwargs = {**kwargs, "inputs": map_tensors(kwargs["inputs"], value_of)}
             elif len(args) > 1:
-                args = (args[0], substitute(args[1], value_of), *args[2:])
+                args = (args[0], map_tensors(args[1], value_of), *args[2:])
         return entry.handler(function, args, kwargs)
 
     return run

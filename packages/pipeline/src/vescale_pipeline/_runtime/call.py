@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._trace.containers import map_tensors, tensors_in
+from vescale_trace.values import map_tensors, tensors_in
+
 from .._trace.event import Record
 from .._trace.placeholder import Placeholder
 from .._trace.rows.tags import Tag

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import tensors_in
+
 from .._errors import PipelineError
-from .._trace.containers import tensors_in
 from .._trace.memory import Memories
 from .._transport.messages import PARTS
 from .._transport.p2p import Arrival, Header, header_of

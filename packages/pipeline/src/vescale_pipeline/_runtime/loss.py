@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import tensors_in
+
 from .._errors import PipelineError
 from .._torch_private import _foreach_mul
-from .._trace.containers import tensors_in
 
 
 def loss_in(output: Any) -> Tensor | None:

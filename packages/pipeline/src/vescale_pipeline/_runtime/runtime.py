@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_trace.values import tensors_in
+
 from .._errors import PipelineError
-from .._trace.containers import tensors_in
 from .._trace.dry_run import dry_run
 from .._trace.event import Record
 from .._trace.memory import kept_as_it_was

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .containers import tensors_in
+from vescale_trace.values import tensors_in
+
 from .memory import Slot
 from .placeholder import Placeholder
 from .seen import Draw, Span

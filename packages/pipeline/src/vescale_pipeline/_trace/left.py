@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import PLAIN, map_tensors, tensors_in
+
 from .._errors import PipelineError
-from .containers import PLAIN, map_tensors, tensors_in
 from .event import Event
 from .memory import Kept, Slot
 from .placeholder import Placeholder, local_only

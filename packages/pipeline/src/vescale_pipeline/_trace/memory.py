@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.values import PLAIN, copied, map_tensors, tensors_in
+
 from .._errors import PipelineError
 from .._runtime.random_order import device_of, set_states, states
 from .captures import as_many_as_before
-from .containers import PLAIN, copied, map_tensors, tensors_in
 from .placeholder import Placeholder, local_only, version_of
 
 _MACHINERY = frozenset(

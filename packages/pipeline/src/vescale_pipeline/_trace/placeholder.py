@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from vescale_trace.values import map_tensors, tensors_in
+
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass, _swap_tensor_impl
-from .containers import map_tensors, tensors_in
 from .meta_calls import placed
 
 local_only = DisableTorchFunctionSubclass
@@ -313,6 +314,7 @@ _METADATA: dict[Callable, Callable] = {
     Tensor.is_xpu.__get__: _on("xpu"),
     Tensor.is_mps.__get__: _on("mps"),
 }
+
 
 def _train(weight: Placeholder, trains: bool = True, **given: bool) -> Placeholder:
     weight.trains = given.get("requires_grad", trains)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.values import copied, map_tensors, tensors_in
+
 from .._errors import PipelineError
 from .._runtime.random_order import device_of
 from .captures import captures, is_capture, tell
-from .containers import copied, map_tensors, tensors_in
 from .event import Event
 from .foreign import who_calls
 from .memory import Kept, Slot

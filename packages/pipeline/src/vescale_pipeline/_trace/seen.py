@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.values import map_tensors, tensors_in
+
 from .._torch_private import TorchDispatchMode
-from .containers import map_tensors, tensors_in
 from .memory import Slot
 from .placeholder import Placeholder, memory_of, placeholder
 

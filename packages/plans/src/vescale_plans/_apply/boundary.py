@@ -19,10 +19,10 @@ from vescale_dtensor.engine import (
     convert,
     open_scope,
 )
+from vescale_trace.values import map_first, map_tensors
 
 from .._calls.chain import add_step
 from .._plan.parts import Boundary, Placements
-from .containers import map_first, map_tensors
 from .inference import writes_counted
 
 

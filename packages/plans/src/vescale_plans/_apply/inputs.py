@@ -40,6 +40,7 @@ from vescale_dtensor.engine import (
     on_device,
     sharded,
 )
+from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import add_step
 from .._plan.fields import PlanFields
@@ -52,7 +53,6 @@ from .._torch_private import (
 )
 from ..installed._replicas import check_replicas
 from .balance import Balance
-from .containers import map_tensors, tensors_in
 from .inference import writes_counted
 from .join import join, tensor_mesh
 

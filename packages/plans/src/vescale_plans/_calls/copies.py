@@ -1,11 +1,10 @@
 """Copies that a step hands to a forward in place of a call's arguments: the caller sees what the forward writes there.
 
-Of tensors, where they were converted; of the lists, dicts and dataclasses that hold them, where they were copied.
+Of tensors, where they were converted; of the containers that hold them, where they were copied.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import local_only
+from vescale_trace.values import parts, refill
 
 from .._torch_private import DisableTorchFunction, version_of
 
@@ -59,7 +59,7 @@ class Copies:
                     self._tensors.append(_Written(own, copy, version_of(copy), type(copy)))
             return
         entries, copied = _entries(own), _entries(copy)
-        if not isinstance(own, tuple) and entries:
+        if not isinstance(own, (tuple, slice)) and entries:
             self._containers.append(_Container(own, copy, copied))
         for key in entries.keys() & copied.keys():
             self.note(entries[key], copied[key])
@@ -81,7 +81,7 @@ class Copies:
         for own, copy, held in self._containers:
             now = _entries(copy)
             if list(now) != list(held) or any(held[key] is not value for key, value in now.items()):
-                _change(own, {key: self._own(value) for key, value in now.items()})
+                refill(own, {key: self._own(value) for key, value in now.items()})
 
     def _own(self, value: Any) -> Any:
         return self._owns.get(id(value), (value, value))[1]
@@ -89,13 +89,7 @@ class Copies:
 
 def _entries(value: Any) -> dict[Any, Any]:
     """Returns the entries of a container that `map_tensors` looks into."""
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return {}
+    return dict(parts(value) or {})
 
 
 def _write(own: Tensor, copy: Tensor) -> None:
@@ -112,25 +106,6 @@ def _write(own: Tensor, copy: Tensor) -> None:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _change(own: Any, now: dict[Any, Any]) -> None:
-    """A container holds `now` from now on, and is written to only where it does not yet."""
-    if isinstance(own, list):
-        own[:] = now.values()
-    elif isinstance(own, dict):
-        for key in own.keys() - now.keys():
-            del own[key]
-        for key, value in now.items():
-            if key not in own or own[key] is not value:
-                own[key] = value
-        if list(own) != list(now):
-            for key in now:
-                own[key] = own.pop(key)
-    else:
-        for name, value in now.items():
-            if getattr(own, name) is not value:
-                setattr(own, name, value)
 
 
 def copies_of(given: tuple[tuple, dict[str, Any]], handed: tuple[tuple, dict[str, Any]]) -> Copies | None:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import Mesh, attach, local_only
+from vescale_trace.values import map_tensors, tensors_in
 
-from .._apply.containers import map_tensors, tensors_in
 from .._calls.alone import Alone, State
 from .._torch_private import capture_settings, compiler_errors
 from .code import Code, Run

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import tree_iter
+from vescale_trace.values import tensors_in
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def received(function: Callable) -> Callable:
     before, because a real group may still be filling it when the call returns."""
 
     def filled(out: Any, *args: Any, **kwargs: Any) -> Any:
-        for tensor in tree_iter(out):
+        for tensor in tensors_in(out):
             if not tensor.is_meta:
                 tensor.zero_()
         return function(out, *args, **kwargs)

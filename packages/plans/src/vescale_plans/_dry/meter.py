@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from vescale_dtensor.engine import under_mode, watched
+from vescale_trace.values import map_tensors, tensors_in
 
 from .._apply.generators import note_generator
-from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
+from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode
 from .higher_order import check_plain
 from .meta_kernels import CHOICES, FLOPS, STAND_INS
 from .scratch import Scratch
@@ -73,8 +74,8 @@ class Meter(TorchDispatchMode):
             return value
         # What arrives is below any subclass: a saved DTensor stands for its shard here.
         with DisableTorchFunctionSubclass():
-            if any(tensor.is_meta for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)):
-                args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
+            if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+                args, kwargs = map_tensors((args, kwargs), _meta)
                 if function is torch.ops.aten._to_copy.default:  # there is nothing to bring to another device
                     kwargs = {**kwargs, "device": _META}
             elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
@@ -83,9 +84,8 @@ class Meter(TorchDispatchMode):
             self.flops += flops_of(function.overloadpacket, args, kwargs, out)
             if function.namespace == "c10d":
                 self._scratch.called(function, args, kwargs, self.kind)
-            for tensor in tree_iter(out):
-                if isinstance(tensor, Tensor):
-                    self._note(tensor, self.kind)
+            for tensor in tensors_in(out):
+                self._note(tensor, self.kind)
             if self.listener is not None:
                 self.listener(self.kind, function, args, kwargs, out)
         return out

@@ -37,8 +37,8 @@ from vescale_dtensor.engine import (
     local_only,
     value_of,
 )
+from vescale_trace.values import map_tensors, tensors_in
 
-from .._apply.containers import map_tensors, tensors_in
 from .._calls.chain import add_step
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, _get_sequence_nr, queue_callback
 from .bucket import Bucket

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from vescale_dtensor.engine import canonical_states, first_apart, layout_of, mesh_of
+from vescale_trace.values import leaves, tensors_in
 
-from .._apply.containers import tensors_in
 from .._apply.join import join, make_mesh
 from .._plan.parts import PlanError
 from ..plan import Plan
@@ -61,7 +61,7 @@ class Cut:
     def joined(self, batch: Any) -> Any:
         """The batch of which every rank has collated its rows, as DTensors. Cost: a small all-gather of shapes."""
         tensors = tensors_in(batch)
-        if not tensors or _has_others(batch):
+        if not tensors or not all(isinstance(one, Tensor) for one in leaves(batch)):
             raise PlanError(
                 "vescale.loader",
                 "a batch holds something that is not a tensor, and its other rows are on other ranks",
@@ -86,28 +86,6 @@ class Cut:
 
 
 Collate = Callable[[list], Any]
-
-
-def _has_others(batch: Any) -> bool:
-    others = False
-
-    def look(value: Any) -> None:
-        nonlocal others
-        if isinstance(value, Tensor):
-            return
-        if isinstance(value, dict):
-            for item in value.values():
-                look(item)
-        elif hasattr(value, "keys") and hasattr(value, "data"):  # a UserDict: BatchEncoding
-            look(dict(value.data))
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                look(item)
-        else:
-            others = True
-
-    look(batch)
-    return others
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from .._apply.containers import tensors_in
+from vescale_trace.values import tensors_in
+
 from .._plan.parts import PlanError
 from ..plan import Plan
 from ._cut import Cut, is_by_row

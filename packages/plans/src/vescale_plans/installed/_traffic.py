@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_dtensor.engine import ASKED, Event, cut_last, mesh_of, value_number, watched
+from vescale_trace.values import tensors_in
 
-from .._apply.containers import tensors_in
 from .._calls.chain import add_step
 from .._plan.least import least_collectives, open_sums
 from .._torch_private import DisableTorchFunction, queue_callback

@@ -16,11 +16,10 @@ from torch import nn
 
 from vescale_dtensor import Replicate
 from vescale_dtensor.engine import unstopped
+from vescale_trace.values import map_tensors, tensors_in
 
-from .._apply.containers import map_tensors
 from .._apply.generators import generators_kept
 from .._plan.match import first_match
-from .._torch_private import tree_iter
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import PINNABLE, Candidate
 from .explain import Explanation
@@ -228,7 +227,7 @@ def _shortened(plan: Plan, model: nn.Module, batch: Any, count: int) -> tuple[Pl
     """Shortens a step to fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in
     flight as ever, interleaved with three for each rank; each further one adds what is alike of all: what was sent is
     held to the end of the call."""
-    rows = next((one.shape[0] for one in tree_iter(batch) if isinstance(one, torch.Tensor) and one.ndim), 0)
+    rows = next((one.shape[0] for one in tensors_in(batch) if one.ndim), 0)
     kept = rows // plan.pipeline.microbatches * count
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from vescale_dtensor import DTensor
+from vescale_trace.values import map_tensors
 
 
 def is_first() -> bool:
@@ -23,11 +23,4 @@ def barrier() -> None:
 
 def full(value: Any) -> Any:
     """Replaces every DTensor in nested containers by a whole plain tensor. Cost: an all-gather of what is sharded."""
-    if isinstance(value, Tensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, (tuple, list)):
-        items = [full(one) for one in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return type(value)({name: full(one) for name, one in value.items()})
-    return value
+    return map_tensors(value, lambda one: one.full_tensor() if isinstance(one, DTensor) else one)

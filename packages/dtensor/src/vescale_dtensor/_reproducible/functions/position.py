@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..._dispatch.arguments import substitute
+from vescale_trace.values import map_tensors
+
 from ..._rules.elements.pointwise import FUNCTIONS
 from ..._rules.registry import Call, both, is_inplace
 from ..._torch_private import _special
@@ -99,7 +100,7 @@ def padded(function: Callable, inplace: bool) -> Callable:
             copies.append((x, F.pad(x.reshape(-1), (0, more), value=1.0)))
             return copies[-1][1]
 
-        out = function(*substitute(args, fit), **substitute(kwargs, fit))
+        out = function(*map_tensors(args, fit), **map_tensors(kwargs, fit))
         if inplace:
             for x, copy in copies:
                 x.copy_(copy[: x.numel()].view(x.shape))

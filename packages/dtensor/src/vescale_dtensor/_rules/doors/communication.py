@@ -22,10 +22,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 from torch.overrides import handle_torch_function
 
+from vescale_trace.values import collect
+
 from ..._communication.endings import close
 from ..._communication.events import function_name, user_line
 from ..._conversions.convert import describe
-from ..._dispatch.arguments import collect
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only
 from ..._torch_private import Backend, _check_tensor_list, _is_torch_function_enabled, replace_check_tensor_list

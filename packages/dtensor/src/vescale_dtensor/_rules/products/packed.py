@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_trace.values import map_tensors
+
 from ..._conversions.convert import alias
-from ..._dispatch.arguments import substitute
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT
@@ -119,7 +120,7 @@ def _local(function: Callable, out: Layout, own: Callable | None) -> Callable:
             return nothing((query, key, value), out.local_shape)
         if own is not None:
             key, value = own(key), own(value)
-        return local(*substitute((query, key, value, *args), _plain), **substitute(kwargs, _plain))
+        return local(*map_tensors((query, key, value, *args), _plain), **map_tensors(kwargs, _plain))
 
     return run
 

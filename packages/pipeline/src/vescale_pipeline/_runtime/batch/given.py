@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import copied, fill, tensors_in
+
 from ..._errors import PipelineError
-from ..._trace.containers import copied, fill, tensors_in
 from ..._trace.placeholder import Placeholder, version_of
 
 Part = tuple[tuple, dict[str, Any]]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.values import fill, tensors_in
+
 from ..._errors import PipelineError
-from ..._trace.containers import fill, tensors_in
 from ..._trace.event import Record
 from ..._trace.placeholder import Placeholder
 from ..._trace.rows.reduction import refused

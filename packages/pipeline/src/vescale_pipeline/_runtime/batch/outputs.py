@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._trace.containers import fill, tensors_in
+from vescale_trace.values import fill, tensors_in
+
 from ..._trace.placeholder import lost_output
 from ..._trace.rows.tags import CONSTANT, MEAN, ONCE, SUM, Lost, Tag
 from ..._transport.p2p import part_of

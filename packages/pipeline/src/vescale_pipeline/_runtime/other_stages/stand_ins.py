@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.values import map_tensors, tensors_in
+
 from ..._errors import PipelineError
 from ..._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
-from ..._trace.containers import map_tensors, tensors_in
 from .told import Placed, Told, combined
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))

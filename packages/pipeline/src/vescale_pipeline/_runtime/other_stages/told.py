@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vescale_trace.values import map_tensors
+
 from ..._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
-from ..._trace.containers import map_tensors
 from ..._transport.p2p import Part
 from ..call_exchange import left_out
 from ..member import Member

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.values import map_tensors, tensors_in
+
 from ..._torch_private import _is_torch_function_enabled
-from ..containers import map_tensors, tensors_in
 from ..placeholder import Placeholder, memory_of, name_of
 
 _READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))

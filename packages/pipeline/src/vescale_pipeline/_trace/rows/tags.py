@@ -24,6 +24,8 @@ from typing import Any
 
 from torch.nn import functional as F
 
+from vescale_trace.values import leaves
+
 from ..placeholder import FACTORIES
 from .notes import Note, Ref
 from .orders import INDEXING, SORTS, Order, reordered, sorted_by
@@ -234,23 +236,11 @@ def _ratio(small: Note, large: Note) -> float | None:
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Ref))
+    return (leaf for leaf in leaves(value, Ref) if isinstance(leaf, Ref))
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    return (leaf for leaf in _leaves(value) if type(leaf) in (int, float))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    return (leaf for leaf in leaves(value, Ref) if type(leaf) in (int, float))
 
 
 # --- functions, by name without underscores -------------------------------------------

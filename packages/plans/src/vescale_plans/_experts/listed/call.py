@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, PARTIAL, REPLICATE, State, convert, from_plain, layout_of
+from vescale_trace.values import map_tensors, tensors_in
 
-from ..._apply.containers import map_tensors, tensors_in
 from ..._apply.generators import random_states, same_states, set_random_states
 from ..._plan.parts import PlanError
 from ..._plan.validate import CONTAINERS

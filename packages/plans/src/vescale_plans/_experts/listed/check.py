@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor.engine import INVARIANT, State, fold_objects
+from vescale_trace.values import map_tensors, tensors_in
 
-from ..._apply.containers import map_tensors, tensors_in
 from ..._apply.generators import random_states, same_states, set_random_states
 from ..._plan.parts import PlanError
 from ..route import of_any_rank

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
+from vescale_trace.values import map_tensors
 
 from ..._apply.apply import OptimizerFn
-from ..._apply.containers import map_tensors
 from ..._plan.parts import Pipeline
 from ...dry_run import DryRun, dry_run
 from ...plan import Plan

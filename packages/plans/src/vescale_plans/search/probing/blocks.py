@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..._apply.containers import map_first
+from vescale_trace.values import map_first
+
 from .model import first_tensor
 
 KEPT = 2

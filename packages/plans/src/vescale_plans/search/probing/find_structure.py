@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from vescale_trace.values import tensors_in
+
 from ..._apply.balance import MIXERS
-from ..._apply.containers import tensors_in
 from ..._apply.generators import generators_kept
 from ..._dry.distributions import values_unchecked
 from ..._experts.structure import stacked_experts

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from vescale_rng import attributes_of, is_deferred, materialize
+from vescale_trace.values import tensors_in
 
-from ..._apply.containers import map_first
 from ..._torch_private import _VF, decomposition_table
 from .operands import Operands
 
@@ -170,11 +170,4 @@ def paths(
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_first(value, keep)
-    return found[0] if found else None
+    return next(iter(tensors_in(value)), None)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._apply.containers import map_tensors, tensors_in
+from vescale_trace.values import map_tensors, tensors_in
+
 from ..._plan.parts import PlanError
 
 POSITIONS = 5

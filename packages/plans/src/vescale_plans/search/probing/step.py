@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..._apply.containers import map_tensors
+from vescale_trace.values import map_tensors, tensors_in
+
 from ..._dry.meta_attention import fused, repeated
 from ..._dry.meter import Meter
-from ..._torch_private import tree_iter
 from .blocks import LISTS
 from .model import first_tensor, values_kept
 
@@ -110,7 +110,7 @@ class _Log(Meter):
             made = super().__torch_dispatch__(function, types, args, kwargs)
             self._mark = marked
             return made
-        keys = [one.untyped_storage()._cdata for one in _tensors((args, kwargs or {}))]
+        keys = [one.untyped_storage()._cdata for one in tensors_in((args, kwargs or {}))]
         marked = any(self.items[self.at[key]].split for key in keys if key in self.at)
         if any(key in self._weights for key in keys):
             marked = not marked and function.overloadpacket not in LOOKUPS
@@ -151,10 +151,6 @@ class _Log(Meter):
         self._known.pop(key)
         self.items[self.at.pop(key)].died = self.now
         self.now += 1
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_iter(value) if isinstance(one, Tensor)]
 
 
 Place = tuple[str, str] | None
@@ -262,7 +258,7 @@ class Step:
             if place in self.calls:
                 twice.add(place)
             self.calls[place] = [log.now, -1, -1]
-            keys = [one.untyped_storage()._cdata for one in _tensors((args, kwargs))]
+            keys = [one.untyped_storage()._cdata for one in tensors_in((args, kwargs))]
             self.taken[place] = {log.at[key] for key in keys if key in log.at}
             self._running.append(place)
 
@@ -307,6 +303,4 @@ def _loss(output: Any, rows: int) -> Tensor:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return [one for one in found if one.is_floating_point()]
+    return [one for one in tensors_in(value) if one.is_floating_point()]
