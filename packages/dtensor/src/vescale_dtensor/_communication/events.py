@@ -105,7 +105,7 @@ def saved_cause() -> tuple[object, str]:
 
 
 def take_up_cause(saved: object, direction: str) -> None:
-    """In a graph: the cause of the collective that was captured."""
+    """Sets the cause under which a collective was captured, when its graph runs."""
     global _current, _direction
     _current, _direction = saved, direction
 

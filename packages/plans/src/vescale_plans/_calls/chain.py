@@ -186,7 +186,7 @@ class Call(Alone):
         return self._chain.order
 
     def is_alone(self) -> bool:
-        """Whether nobody else has hooks on the module, or on all modules."""
+        """True if nobody else has hooks on the module, or on all modules."""
         return self._chain.is_alone(self._module.__dict__)
 
     def leave(self, held: dict[str, Any]) -> None:

@@ -24,14 +24,14 @@ from .steps import Steps
 from .unguarded import Unguarded
 
 _Remembers = type(functools.lru_cache(id))
-"""Of methods that libraries put on loggers to say a thing once (HuggingFace's `warning_once`)."""
+"""The type of methods that libraries put on loggers to say a thing once (HuggingFace's `warning_once`)."""
 _MOST = 8
 """Graphs of one forward, each for other sizes or other Python values; calls beyond them are eager."""
 
 Made = tuple[Sequence[Tensor], list[tuple[Tensor, "Layout | None"]]]
-"""What a graph gives, and of that what is new, with its layouts; None for a plain tensor."""
+"""A graph's results, and the new ones among them with their layouts (None: a plain tensor)."""
 Run = Callable[["Region", list], Made]
-"""Of the module whose call it is, and what enters the graph."""
+"""Takes the region that is called and the inputs of the graph."""
 
 
 class Region(Protocol):
@@ -48,8 +48,8 @@ class Region(Protocol):
 
 
 class Code:
-    """Of one forward, for all modules that run it alike. Calls of several threads wait for one another: while one asks
-    the compiler, the model's tables hold stand-ins.
+    """The graphs of one forward, shared by all modules that run it alike. Calls of threads wait for one another: while
+    one asks the compiler, the model's tables hold stand-ins.
 
     Attributes:
         graphs: how many were compiled.

@@ -19,7 +19,7 @@ _PIPELINE = "under a pipeline, compile mode computes eagerly so far"
 
 
 class Regions:
-    """What of a model is compiled: the root's forward on one rank, each block's on several.
+    """The compiled parts of a model: the root's forward on one rank, each block's on several.
 
     Attributes:
         regions: in the order of the model.
@@ -38,12 +38,12 @@ class Regions:
 
     @property
     def graphs(self) -> int:
-        """Of all regions; blocks that are alike share theirs."""
+        """The number of graphs of all regions; blocks that are alike share theirs."""
         return sum(code.graphs for code in {id(one.code): one.code for one in self.regions}.values())
 
     @property
     def is_asking(self) -> bool:
-        """Whether the compiler traces a region, or asks its guards."""
+        """True while the compiler traces a region, or asks its guards."""
         return any(one.is_asking for one in self.regions)
 
     @property
@@ -67,7 +67,7 @@ def compiled(model: nn.Module, backend: str = "inductor") -> None:
 
 
 class Explanation:
-    """What compile mode made of a model. `str` gives it in a few lines.
+    """A report of compile mode on a model. `str` gives it in a few lines.
 
     Attributes:
         graphs: how many graphs were made, each for other sizes or other Python values that the forward reads.

@@ -173,7 +173,7 @@ class Captured(Alone):
         return inspect.signature(self.forward)
 
     def __getattr__(self, name: str) -> Any:
-        """What the forward itself says of itself (`__func__`, `__name__`, `__wrapped__`)."""
+        """Looks up what the forward says of itself (`__func__`, `__name__`, `__wrapped__`)."""
         return getattr(self.forward, name)
 
     def __deepcopy__(self, memo: dict) -> Any:

@@ -25,7 +25,7 @@ Mode = Literal["eager", "compile"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 DEFAULT: Mode = "eager"
-"""What `parallelize` takes if neither its caller nor the environment says anything."""
+"""The mode that `parallelize` takes if neither its caller nor the environment says anything."""
 
 VARIABLE = "VESCALE_MODE"
 

@@ -1,4 +1,4 @@
-"""What autograd finds at a compiled graph: the gradients that the code itself would have.
+"""The passage of gradients through a compiled graph: they are those that the code itself would have.
 
 A compiler gives a zero to what only unused outputs were computed from, and the code's own graph gives nothing: an
 optimizer steps by a zero, and decays the weight. A compiled graph's gradient has no gradient of its own: torch raises

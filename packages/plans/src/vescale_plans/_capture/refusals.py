@@ -1,4 +1,4 @@
-"""What a graph would do otherwise than the code that it was made from: such calls are not compiled.
+"""Refusals of calls whose graph would not do what the code does that it was made from.
 
 Everything is read from what the tracer noted while it went through the code, before anything has run.
 """
@@ -50,17 +50,17 @@ def check_compiled(tensors: Sequence[fx.Node]) -> None:
 
 
 def is_read(value: object) -> bool:
-    """Whether the code that is traced came to an object."""
+    """True if the code that is traced came to an object."""
     return id(value) in traced_output().side_effects.id_to_variable
 
 
 def _is_old(variable: Any) -> bool:
-    """Whether an object is older than the call."""
+    """True if an object is older than the call."""
     return type(variable.mutation_type).__name__.endswith("Existing")
 
 
 def _is_put_back(variable: Any, effects: Any) -> bool:
-    """Whether all attributes that are set end as the constants that they are."""
+    """True if all attributes that are set end as the constants that they are."""
     stored, held = effects.store_attr_mutations.get(variable, {}), vars(getattr(variable, "value", variable))
     return bool(stored) and all(
         name in held and value.is_python_constant() and value.as_python_constant() is held[name]

@@ -1,4 +1,4 @@
-"""What a captured graph is on this rank's shards: one graph forward and one backward, for one set of layouts.
+"""A captured graph on this rank's shards: one graph forward and one backward, for one set of layouts.
 
 The graph of torch's functions is run once on DTensors, by the engine that runs eager code, while the operators below
 are recorded (`make_fx`). Collectives and draws become operators in the order of eager code (`Effects`): nothing is sent

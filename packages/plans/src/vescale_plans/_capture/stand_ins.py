@@ -1,4 +1,4 @@
-"""What a compiler sees in the places of parameters, buffers and inputs: plain tensors without memory."""
+"""Stand-ins that a compiler sees in the places of parameters, buffers and inputs: plain tensors without memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FACTS = (_shape, Tensor.stride, _dtype, _device, Tensor.requires_grad.__get__)
 
 
 class StandIns:
-    """Of one model: one per live tensor, the same object as long as nothing that a guard asks of it has changed."""
+    """The stand-ins of one model, one per live tensor: the same object until what a guard asks of it changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

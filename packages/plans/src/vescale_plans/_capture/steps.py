@@ -29,7 +29,7 @@ _library.impl("step", lambda given, what, module: given.view_as(given), "Composi
 
 
 class Steps:
-    """Of the modules inside of one module.
+    """The steps of all modules inside of one module.
 
     Attributes:
         refused: what a step does that a graph does not, "" if there is none.
@@ -128,7 +128,7 @@ def _marked(name: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _entering(name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments with the operator before the first tensor."""
+    """Returns the arguments, with the operator before the first tensor."""
     for at, one in enumerate(args):
         if isinstance(one, Tensor):
             return (*args[:at], torch.ops.vescale.step(one, "enter", name), *args[at + 1 :]), kwargs
@@ -144,7 +144,7 @@ def _entering(name: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _leaving(name: str, out: Any) -> Any:
-    """What a forward returned with the operator behind the first tensor."""
+    """Returns what a forward returned, with the operator behind the first tensor."""
     if isinstance(out, Tensor):
         return torch.ops.vescale.step(out, "leave", name)
     if type(out) in (tuple, list) and out and isinstance(out[0], Tensor):
@@ -153,7 +153,7 @@ def _leaving(name: str, out: Any) -> Any:
 
 
 def _argument(value: Any, argument: str, name: str) -> Any:
-    """An argument with the operator before it, or before each of several."""
+    """Returns an argument with the operator before it, or before each of several."""
     if isinstance(value, Tensor):
         return torch.ops.vescale.step(value, argument, name)
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""What compiled graphs were made under and their guards do not ask again: asked in each call, before them."""
+"""State that compiled graphs depend on and their guards do not ask about: asked in each call, before them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unguarded:
         self._environment = dict(os.environ) if is_read(os.environ) else None
 
     def holds(self) -> bool:
-        """Whether nothing of it has changed."""
+        """True if nothing of it has changed."""
         return (self._environment is None or self._environment == dict(os.environ)) and all(
             len(now) == len(names) and all(map(is_, now.values(), values)) and names == [*now]
             for now, names, values in self._classes

@@ -54,7 +54,7 @@ def value(function, args, kwargs):
 
 
 def _is_copied(tensor: DTensor) -> bool:
-    """Whether what is read of the tensor is a copy of memory that others see: a parameter's, or a gradient's."""
+    """True if a read of the tensor gives a copy of memory that others see: a parameter's, or a gradient's."""
     if tensor._layout.base.is_replicated:
         return copied_side(tensor) == "copy"
     return tensor.requires_grad or not tensor.__dict__.keys().isdisjoint(("_owner", "_loan", "_gradient_of"))
