@@ -5,8 +5,9 @@ No other module of the package names a private part of torch: `make check` holds
 What costs much to import is imported where it is asked for.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -191,17 +192,27 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def capture_settings(passed_over: set[Callable]) -> Any:
-    """A context in which what a compiler cannot take raises, code is guarded by hooks of modules and by which
+    """Returns contexts in which what a compiler cannot take raises, code is guarded by hooks of modules and by which
     parameters are one tensor, numpy's draws are numpy's, and some methods of loggers are passed over. Instead: public
     options of `torch.compile`."""
     settings = torch._dynamo.config
-    return settings.patch(
+    patch = settings._make_closure_patcher(
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,
         skip_no_tensor_aliasing_guards_on_parameters=False,
         use_numpy_random_stream=True,
         ignore_logger_methods=settings.ignore_logger_methods | passed_over,
     )
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        revert = patch()
+        try:
+            yield
+        finally:
+            revert()
+
+    return patched
 
 
 def traced_output() -> Any:

@@ -13,7 +13,8 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet, ref
 
-from .._errors import CommunicationError
+from .. import _effects as effects
+from .._errors import CommunicationError, OperatorError
 from . import events
 from .collective_check import board_of
 
@@ -51,7 +52,10 @@ class RankGroup:
 
 def note(kind: str, group: RankGroup, received: int, state: str) -> list:
     """One collective begins; set its [STATE] when it goes on. `received`: bytes. Raises CommunicationError where a
-    rank of this machine has begun another one in its place."""
+    rank of this machine has begun another one in its place, OperatorError while a graph is captured, which has no
+    operator for it."""
+    if effects.captured is not None:
+        raise OperatorError(kind, "a graph is captured, and what is captured sends nothing")
     group.count = number = group.count + 1
     entry = [state, kind, group, number, received, events._current, events._direction, monotonic()]
     ring.append(entry)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import INVARIANT, Mesh, layout_of, local_only
 
-from .._torch_private import backend_named, functorch_config
+from .._torch_private import backend_named, capture_settings, functorch_config
 from .passage import Passage, reach_of
 from .refusals import Refused, check_compiled, check_traced
 from .shards import Shards
@@ -71,7 +71,8 @@ class Code:
         if self._forward != forward or (self._unguarded is not None and not self._unguarded.holds()):
             self._forward, self._unguarded = forward, None
             self.guarded = torch.compile(_own_code(forward), backend=self._compile, fullgraph=True)
-            self.said_once = {one for one in vars(logging.Logger).values() if isinstance(one, _Remembers)}
+            said_once = {one for one in vars(logging.Logger).values() if isinstance(one, _Remembers)}
+            self.settings = capture_settings(said_once)
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         """The compiler's backend: checks what was traced, and has a known backend compile it."""

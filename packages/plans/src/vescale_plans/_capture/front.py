@@ -31,7 +31,7 @@ from vescale_dtensor.engine import Mesh, attach, local_only
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.alone import Alone, State
-from .._torch_private import capture_settings, compiler_errors
+from .._torch_private import compiler_errors
 from .code import Code, Run
 from .mode import watcher
 from .refusals import Refused
@@ -123,7 +123,7 @@ class Captured(Alone):
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
         outer, code.running = code.running, self
         try:
-            with capture_settings(code.said_once):
+            with code.settings():
                 out = code.guarded(self.module, *args, **kwargs)
         finally:
             code.running = outer

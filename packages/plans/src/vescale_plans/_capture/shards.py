@@ -22,6 +22,8 @@ from .passage import reach_of
 from .refusals import Refused
 from .steps import Steps
 
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.view.default)
+"""Operators that return what they are given, if its sizes stay: a graph without writes needs no other object."""
 _STEP = (torch.ops.vescale.step, torch.ops.vescale.step.default)
 
 
@@ -79,6 +81,7 @@ class Shards:
             with torch.no_grad():
                 if self.trained:
                     forward, backward = partitioned(joint, len(self.results) + 1)
+                    self._kept = _keep_apart(forward, len(self.results) + 1)
                     self._forward, self._backward = _compiled(forward, backend), _compiled(backward, backend)
                 else:
                     self._forward = _compiled(joint, backend)
@@ -139,10 +142,13 @@ class Shards:
             return run(primals, tangents)
 
         graph = make_fx(joint)(local, tangents)
-        if not any(node.op == "call_function" and node.is_impure() for node in graph.graph.nodes):
-            return graph
-        run = torch.func.functionalize(graph)
-        return make_fx(joint)(local, tangents)
+        if any(node.op == "call_function" and node.is_impure() for node in graph.graph.nodes):
+            run = torch.func.functionalize(graph)
+            graph = make_fx(joint)(local, tangents)
+        for node in graph.graph.nodes:
+            if node.target in _SAME and node.args[0].meta["val"].shape == node.meta["val"].shape:
+                node.replace_all_uses_with(node.args[0])
+        return graph
 
     def _made(self, local: Sequence[Tensor]) -> list[Tensor]:
         made = [one for one, place in zip(self._run(local)[1], self.places) if place is None]
@@ -173,9 +179,12 @@ class Shards:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
         """Returns the new results, and what their backward needs."""
+        local = [one.detach() for one in tensors]
         with self._effects.done(), torch.no_grad():
-            out = self._forward(*[one.detach() for one in tensors])
-        return tuple(out[: len(self.results)]), out[len(self.results) + 1 :]
+            out = self._forward(*local)
+        computed = iter(out[len(self.results) + 1 :])
+        saved = [next(computed) if place is None else local[place] for place in self._kept] if self.trained else []
+        return tuple(out[: len(self.results)]), saved
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Returns the gradients of what entered, None for what no result in use depends on."""
@@ -217,6 +226,18 @@ def _laid_out(gradient: Tensor | None, model: Tensor, shape: Sequence[int], stri
         return gradient
     made = model.new_empty_strided(shape, strides)
     return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+def _keep_apart(forward: fx.GraphModule, count: int) -> list[int | None]:
+    """Takes inputs off what a forward gives to its backward, behind `count` results: their memory is there already.
+    Returns the place of the input that each is, None for what is computed."""
+    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    output = forward.graph.output_node()
+    given = list(output.args[0])
+    places = [inputs.index(one) if one in inputs else None for one in given[count:]]
+    output.args = ((*given[:count], *(one for one in given[count:] if one not in inputs)),)
+    forward.recompile()
+    return places
 
 
 def _first_line(error: Exception) -> str:
