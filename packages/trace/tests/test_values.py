@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_trace.values import copied, fill, leaves, map_first, map_tensors, named, parts, refill, tensors_in
+from vescale_trace.values import copied, fill, leaves, map_first, map_tensors, named, parts, refill, same, tensors_in
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 
@@ -138,6 +138,19 @@ def test_what_a_container_keeps_beside_its_parts_stays():
 def test_what_a_dataclass_derives_is_mapped_with_its_fields():
     derived = map_tensors(Derived(ONE, TWO), lambda tensor: tensor * 2)
     assert [float(one) for one in (derived.first, derived.second, *derived.both, derived.beside)] == [2, 4, 2, 4, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_of_the_same_are_the_same(kind):
+    value = KINDS[kind]()
+    assert same(value, KINDS[kind]()) and same(value, copied(value))
+    assert not same(value, map_tensors(value, lambda tensor: tensor.clone())) and not same(value, None)
+
+
+def test_numbers_and_texts_are_the_same_by_value():
+    assert same({"a": [1, "x", {2}]}, {"a": [1, "x", {2}]})
+    for one, other in (([1], [True]), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ({1}, {2}), (object(), object())):
+        assert not same(one, other)
 
 
 def test_a_class_of_containers_may_be_a_leaf():

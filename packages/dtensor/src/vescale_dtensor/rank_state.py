@@ -19,7 +19,6 @@ PER_RANK = {
     "_communication.flight_recorder": ("note", "ring", "transfers"),
     "_tensor.backward": ("_after_backward", "_backwards", "_before_backward", "_depth", "_keeps"),
     "_context.mixing": ("_running",),
-    "_context.work": ("_listening",),
     "_conversions.memo": ("_scopes",),
     "_flex.kernel": ("_formulas", "_without_data"),
     "_rules.products.attention": ("stand_in",),

@@ -8,10 +8,19 @@ import torch
 from vescale_dtensor import InterleavedShard, Shard, zigzag
 from vescale_dtensor._context.empty import _trimmed
 from vescale_dtensor._context.tiles import tiles
-from vescale_dtensor._context.work import pairs_of
 from vescale_dtensor.engine import cut_ranges
 from vescale_dtensor.testing import slice_of
 from vescale_plans._apply.balance import order_for
+
+
+def pairs_of(tile):
+    """How much attention a tile is: pairs of a row and a column."""
+    rows, columns = tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]
+    if not tile.triangle:
+        return rows * columns
+    full = max(0, rows - columns)  # rows that see all columns
+    short = rows - full
+    return full * columns + short * (short + 1) // 2
 
 
 def spread(order, size, ranks, mask=None):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 PLAIN = frozenset((type(None), bool, int, float, str))
 """Classes of leaves that hold nothing."""
 _ATOMS = PLAIN | {type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_EQUAL = (int, float, complex, str, bytes, set, torch.device)
 _KEYED = (dict, UserDict)
 _INDEXED = (list, deque)
 
@@ -46,7 +47,7 @@ def with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
         items = [changed.get(i, item) for i, item in enumerate(value)]
         return getattr(type(value), "_make", type(value))(items)
     if isinstance(value, slice):
-        return slice(*{**parts(value), **changed}.values())
+        return slice(*{**(parts(value) or {}), **changed}.values())
     fresh = copy.copy(value)
     if isinstance(value, (*_KEYED, *_INDEXED)):
         for key, item in changed.items():
@@ -142,6 +143,20 @@ def copied(value: Any) -> Any:
     """Returns fresh containers around the same leaves: the caller may change them."""
     inside = None if isinstance(value, Tensor) else parts(value)
     return value if inside is None else with_parts(value, {key: copied(item) for key, item in inside.items()})
+
+
+def same(value: Any, other: Any) -> bool:
+    """Returns whether two values are one object, equal numbers, texts or sets, or containers of the same."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, _EQUAL):
+        return value == other
+    inside, others = parts(value), parts(other)
+    if inside is None or others is None or inside.keys() != others.keys():
+        return False
+    return all(same(item, others[key]) for key, item in inside.items())
 
 
 def leaves(value: Any, atoms: type | tuple[type, ...] = Tensor) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 one device; what it changes of lists, dicts and dataclasses is refused."""
 
 import dataclasses
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,11 @@ def append_to_field(batch, h):
     return batch.labels
 
 
+def append_to_queue(batch, h):
+    batch["queue"].append(h)
+    return batch["labels"]
+
+
 def only_read(batch, h):
     return dict(batch).pop("labels")
 
@@ -195,6 +201,7 @@ CHANGES = {
     **dict.fromkeys((pop, put, swap, put_inside), "dict"),
     **dict.fromkeys((append, append_to_field), "list"),
     set_field: "Batch",
+    append_to_queue: "deque",
 }
 
 
@@ -214,7 +221,7 @@ class Changes(nn.Module):
 def changed(change):
     torch.manual_seed(0)
     x, labels = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    batch = {"x": x, "labels": labels, "more": [], "inside": {"n": 1, "t": x}}
+    batch = {"x": x, "labels": labels, "more": [], "inside": {"n": 1, "t": x}, "queue": deque()}
     if change in (set_field, append_to_field):
         batch = Batch(x, labels, [])
     wanted = Changes(change)
@@ -230,7 +237,7 @@ def changed(change):
 def test_what_a_forward_changes_of_containers_is_refused(change):
     for rule, left in run_ranks(2, changed, change):
         assert f"the forward changes a {CHANGES[change]} that it was given, in argument 0" in rule
-        assert left == ([] if change in (set_field, append_to_field) else ["x", "labels", "more", "inside"])
+        assert left == ([] if change in (set_field, append_to_field) else ["x", "labels", "more", "inside", "queue"])
 
 
 def test_a_copy_may_be_changed():

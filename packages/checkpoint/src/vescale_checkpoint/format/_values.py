@@ -155,20 +155,6 @@ def as_kind_of(there: Any, loaded: Any) -> Any:
     return loaded
 
 
-def tensors_in(value: Any) -> list[str]:
-    """The names of the tensors in an encoded value."""
-    if isinstance(value, list):
-        return [name for item in value for name in tensors_in(item)]
-    if not isinstance(value, dict):
-        return []
-    if set(value) == {"$tensor"}:
-        name = value["$tensor"]
-        if type(name) is not str:
-            raise FormatError("load", f"{shown(name)} is not a tensor's name")
-        return [name]
-    return [name for item in value.values() for name in tensors_in(item)]
-
-
 def merge(values: list[Any], path: str = "") -> Any:
     """One encoded value of those of several ranks: dicts are united, names too, all else must be equal.
 

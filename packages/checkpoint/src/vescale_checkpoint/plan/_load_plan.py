@@ -146,8 +146,3 @@ def grouped(parts: Sequence[Part]) -> list[list[Part]]:
 
 def _is_alone(group: list[Part]) -> bool:
     return len(group) == 1 and group[0].is_direct and group[0].stop - group[0].start >= READ_BYTES // 16
-
-
-def planned_bytes(files: dict[str, list[Part]]) -> int:
-    """Returns how many bytes the grouped reads fetch."""
-    return sum(max(p.stop for p in group) - group[0].start for parts in files.values() for group in grouped(parts))

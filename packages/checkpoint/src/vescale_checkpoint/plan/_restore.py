@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from .._errors import FormatError, MismatchError
 from ..format._box import Piece, full_box, pieces_of, stored
 from ..format._dtypes import DTYPES, NAMES
 from ..format._text import shown
-from ..format._values import as_kind_of, decode, encode, tensors_in
+from ..format._values import as_kind_of, decode, encode
 from ..manifest import Manifest, Stored
 from ._choice import Choice
 from ._load_plan import Target
@@ -159,8 +159,7 @@ class Restore:
             kinds = f"a {type(value).__name__} of {len(value)} that holds tensors or objects"
             self._faults.append(f"{path}  is {kinds}, saved as {shown(saved, 80)}")
         else:
-            tensors = {name: self._fresh(name) for name in tensors_in(saved)}
-            loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
+            loaded = decode(saved, cache(self._fresh))  # now, so that what is none fails before anything is touched
             self.matched.append(path)
             self._after.append(lambda: container.__setitem__(key, as_kind_of(value, loaded)))
 
@@ -292,8 +291,7 @@ class Restore:
                 self._faults.append(f"{path}: group {i} has parameters of the saved groups {sorted(sources)}")
             elif sources:
                 options = saved[sources.pop()]["options"]
-                tensors = {name: self._fresh(name) for name in tensors_in(options)}
-                options = decode(options, tensors.__getitem__)
+                options = decode(options, cache(self._fresh))
                 other = another_kind(options, optimizer, optimizer.param_groups[i])
                 if other is not None and not (self._choice.keeps_missing and self._choice.ignores_extra):
                     self._faults.append(f"{path}: group {i} {other}; only='model.*' loads no optimizer")
@@ -314,8 +312,7 @@ class Restore:
             return
         own: dict[str, Tensor] = {}
         encode(value.state_dict(), path, lambda name, tensor: own.setdefault(name, tensor) is None or name)
-        tensors = {name: self._fresh(name, own.get(name)) for name in tensors_in(tree)}
-        loaded = decode(tree, tensors.__getitem__)
+        loaded = decode(tree, cache(lambda name: self._fresh(name, own.get(name))))
         self.matched.append(path)
         self._after.append(lambda: value.load_state_dict(loaded))
 

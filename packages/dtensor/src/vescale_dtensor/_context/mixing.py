@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_trace.values import tensors_in
+
 from .._communication.events import function_name
 from .._conversions import convert
 from .._errors import OperatorError
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
 from .._rules.registry import TABLE
-from .._torch_private import tree_flatten
 
 ONE_BY_ONE = 8
 """Number of positions of one activation that may be read one by one: more of them are a scan."""
@@ -173,9 +174,7 @@ def _given(forward: FrameType) -> dict[str, list[Tensor]]:
     values: dict[str, Any] = {name: held.get(name) for name in code.co_varnames[1:count]}
     if code.co_flags & inspect.CO_VARKEYWORDS:
         values |= held.get(code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)], {})
-    leaves = {name: tree_flatten(value)[0] for name, value in values.items()}
-    tensors = {name: [one for one in found if isinstance(one, Tensor)] for name, found in leaves.items()}
-    return {name: found for name, found in tensors.items() if found}
+    return {name: found for name, value in values.items() if (found := tensors_in(value))}
 
 
 def _is_cut_by_axis(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from .._errors import GradientError
 from .._layouts.mesh import Mesh
 from .._layouts.region import Ranges
 from .._tensor.tensor import local_only
-from . import transfer, work
+from . import transfer
 from .described import Held
 from .empty import Seen, Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
@@ -120,7 +120,6 @@ def _forward(
 
     def meet(block: int, key: Tensor, value: Tensor) -> None:
         for tile in seen.tiles[block]:
-            work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale)
             part = kernel.forward(
                 rows_of(query, tile.rows), rows_of(key, tile.columns), rows_of(value, tile.columns), scores
@@ -152,7 +151,6 @@ def _backward(
         """The gradients of the block."""
         sums = Sum(key), Sum(value)
         for tile in seen.tiles[block]:
-            work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale, needs_mask)
             found = kernel.backward(
                 rows_of(grad, tile.rows), rows_of(query, tile.rows), rows_of(key, tile.columns),

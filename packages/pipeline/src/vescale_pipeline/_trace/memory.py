@@ -8,7 +8,6 @@ order (`Memories`).
 
 from __future__ import annotations
 
-import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vescale_trace.values import PLAIN, copied, map_tensors, tensors_in
+from vescale_trace.effects import host_generators_kept, python_states
+from vescale_trace.values import PLAIN, copied, map_tensors, same, tensors_in
 
 from .._errors import PipelineError
 from .._runtime.random_order import device_of, set_states, states
@@ -93,19 +93,6 @@ def _contents(value: Any) -> Any:
     return set(value) if type(value) is set else value
 
 
-def _same(value: Any, before: Any) -> bool:
-    """True if it is the same object, or a container of the same."""
-    if value is before:
-        return True
-    if type(value) is not type(before):
-        return False
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(before) and all(map(_same, value, before))
-    if isinstance(value, dict):
-        return value.keys() == before.keys() and all(_same(value[key], before[key]) for key in value)
-    return isinstance(value, (int, float, str, bool, set)) and value == before
-
-
 class Kept:
     """The attributes and buffers of all modules, and of the objects that they hold, as they were."""
 
@@ -137,7 +124,7 @@ class Kept:
         for prefix, owner in self._owners if within is None else self._with_objects(within.named_modules()):
             now = dict(_attributes(owner))
             for leaf, value in now.items():
-                if not _same(value, self._before.get((id(owner), leaf), _ABSENT)):
+                if not same(value, self._before.get((id(owner), leaf), _ABSENT)):
                     found.append(Slot(owner, leaf, f"{prefix}.{leaf}" if prefix else leaf))
         return found
 
@@ -152,12 +139,12 @@ class Kept:
 
     def containers_changed(self) -> list[Slot]:
         """Returns the changed lists, dicts and sets of any module."""
-        ids = {id(container) for container, before in self._containers if not _same(container, before)}
+        ids = {id(container) for container, before in self._containers if not same(container, before)}
         return [slot for slot in self.changed() if id(slot.get()) in ids] if ids else []
 
     def restore(self) -> None:
         for container, before in self._containers:
-            if not _same(container, before):
+            if not same(container, before):
                 _refill(container, before)
         for _, owner in self._owners:
             for leaf, value in list(_attributes(owner)):
@@ -213,17 +200,12 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
     buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in real]
     kept = Kept(model)
     device = device_of(model)
-    state, python = states(device), random.getstate()
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
+    state = states(device)
     try:
-        with as_many_as_before(list(model.modules())):
+        with host_generators_kept(), as_many_as_before(list(model.modules())):
             yield kept
     finally:
         set_states(device, state)
-        random.setstate(python)
-        if arrays is not None:
-            numpy.random.set_state(arrays)
         kept.restore()
         with torch.no_grad(), local_only():
             for buffer, before, version in buffers:
@@ -240,13 +222,10 @@ def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
 def no_draws_of_python() -> Iterator[None]:
     """Raises PipelineError if the block draws from Python's or numpy's generators: stages that leave a forward early,
     or do not run a module, would not draw what one device does."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    arrays = numpy.random.get_state()[1:3] if numpy is not None else None
+    before = python_states()
     yield
-    moved = "random" if random.getstate() != python else None
-    if numpy is not None and moved is None:
-        now = numpy.random.get_state()[1:3]
-        moved = None if now[1] == arrays[1] and (now[0] == arrays[0]).all() else "numpy.random"
+    now = python_states()
+    moved = next((name for name, state in now.items() if before.get(name, state) != state), None)
     if moved is not None:
         raise PipelineError(
             "pipeline",
@@ -322,4 +301,4 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _alike(one, other) and bool((one == other).all())
-    return _same(one, other)
+    return same(one, other)

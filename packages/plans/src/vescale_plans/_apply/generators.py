@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.effects import host_generators_kept
+
 
 def random_states() -> list[Tensor]:
     """The states, of the host's generator first."""
@@ -48,26 +50,12 @@ def seeded_for(seed: int, place: int) -> Iterator[None]:
     """Within the block torch's CPU generator, Python's `random` and numpy's, where it is loaded, are those of one place
     of a stream; after it they are as they were."""
     seed = seed * 1_000_003 + place
-    with _kept_on_host():
+    with host_generators_kept():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed % 2**32)
         yield
-
-
-@contextmanager
-def _kept_on_host() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
-    kept, kept_random = torch.get_rng_state(), random.getstate()
-    kept_numpy = numpy.random.get_state(legacy=False) if numpy else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept)
-        random.setstate(kept_random)
-        if numpy:
-            numpy.random.set_state(kept_numpy)
 
 
 _HANDED: ContextVar[dict[int, tuple[torch.Generator, Tensor]] | None] = ContextVar("handed", default=None)
@@ -83,7 +71,7 @@ def generators_kept() -> Iterator[None]:
     a program draws must not depend on whether it asked for a plan."""
     device, handed = random_states()[1:], {}
     outer = _HANDED.set(handed)
-    with _kept_on_host():
+    with host_generators_kept():
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import local_only
+from vescale_trace.values import same
 
 _NOT_ITS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_call_impl"}
 """Attributes of a module that torch and this library write; buffers are looked at apart."""
@@ -87,7 +88,7 @@ class _Holder:
     def changed(self) -> Iterator[str]:
         now = self._pairs()
         for key in dict.fromkeys([*self.was, *now]):
-            if not _same(self.was.get(key, _MISSING), now.get(key, _MISSING)):
+            if not same(self.was.get(key, _MISSING), now.get(key, _MISSING)):
                 yield self.name_of(key)
 
     def restore(self) -> None:
@@ -135,19 +136,6 @@ def _inside(value: Any) -> Any:
         return None
     root = type(value).__module__.partition(".")[0]
     return None if root in _FOREIGN or root.startswith("vescale") else getattr(value, "__dict__", None)
-
-
-def _same(was: Any, now: Any) -> bool:
-    if was is now:
-        return True
-    return type(was) is type(now) and _is_plain(was) and _is_plain(now) and was == now
-
-
-def _is_plain(value: Any) -> bool:
-    """True if equal ones are the same."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (int, float, complex, str, bytes, torch.device))
 
 
 def _is_array(value: Any) -> bool:

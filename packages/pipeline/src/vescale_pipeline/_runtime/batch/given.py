@@ -7,14 +7,13 @@ changes is refused: its caller would see one microbatch's.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vescale_trace.values import copied, fill, tensors_in
+from vescale_trace.values import copied, fill, parts, tensors_in
 
 from ..._errors import PipelineError
 from ..._trace.placeholder import Placeholder, version_of
@@ -121,26 +120,16 @@ def _changed(before: Any, now: Any, own: dict[int, Tensor]) -> str | None:
     """The kind of a container that holds something else than before; None if all hold the same."""
     if isinstance(before, Tensor):
         return None
-    entries, current = _entries(before), _entries(now)
+    entries, current = parts(before), parts(now)
     if entries is None or current is None:
         return None
     if list(entries) != list(current):
         return type(before).__name__
     for key, value in entries.items():
         other = current[key]
-        same = own.get(id(other), other) is value or (_entries(value) is not None and type(other) is type(value))
+        same = own.get(id(other), other) is value or (parts(value) is not None and type(other) is type(value))
         if not same:
             return type(before).__name__
         if (inner := _changed(value, other, own)) is not None:
             return inner
-    return None
-
-
-def _entries(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None

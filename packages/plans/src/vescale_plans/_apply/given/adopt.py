@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import convert_plain
+from vescale_trace.values import parts, refill, with_parts
 
 from ..._plan.parts import PlanError
 from ..._torch_private import _current_graph_task_id
@@ -130,18 +131,13 @@ _hooks: list[Any] = []
 def _left(value: Any, gone: Callable[[Tensor], bool]) -> Any:
     """Returns an optimizer's values outside its groups, without those that are gone."""
 
-    def stays(one: Any) -> bool:
-        return not (isinstance(one, Tensor) and gone(one))
-
-    if type(value) is dict:
-        pairs = {key: _left(one, gone) for key, one in value.items() if stays(key)}
-        value.clear()
-        value.update(pairs)  # the same object, which others may hold
-    elif type(value) in (list, tuple):
-        items = [_left(one, gone) for one in value if stays(one)]
-        if type(value) is tuple:
-            return tuple(items)
-        value[:] = items
+    inside = None if isinstance(value, Tensor) else parts(value)
+    if inside is None or isinstance(value, slice):
+        return value
+    left = {key: _left(one, gone) for key, one in inside.items() if not (isinstance(one, Tensor) and gone(one))}
+    if isinstance(value, tuple):
+        return with_parts(value, left) if len(left) == len(value) else tuple(left.values())
+    refill(value, left)  # the same object, which others may hold
     return value
 
 
