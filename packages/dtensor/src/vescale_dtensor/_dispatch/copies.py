@@ -113,7 +113,7 @@ def check_writable(function: object, tensor: Tensor, through: bool = False) -> N
 
 
 def write_through(tensor: Tensor) -> None:
-    """What was written to a copy of `base[index]` is written there, too."""
+    """Writes what was written to a copy of `base[index]` there, too."""
     taken = tensor.__dict__.get("_taken")
     if taken is not None and copied_side(tensor) == "copy":
         base, index = taken
@@ -122,14 +122,14 @@ def write_through(tensor: Tensor) -> None:
 
 
 def is_there(base: Tensor, index: Any, value: Any) -> bool:
-    """Whether `value` is a copy of `base[index]`, as in `base[index] += 1`, so that it says nothing new."""
+    """Returns whether `value` is a copy of `base[index]`, as in `base[index] += 1`, so that it says nothing new."""
     taken = value.__dict__.get("_taken") if type(value) is DTensor else None
     return taken is not None and taken[0] is base and taken[1] is index and copied_side(value) == "copy"
 
 
 @contextmanager
 def _unmarked(copy: DTensor) -> Iterator[None]:
-    """Within it, `copy` is nobody's view."""
+    """Takes `copy` for nobody's view, within it."""
     with local_only():
         key = copy.untyped_storage()._cdata
     known = _base_of.pop(key)

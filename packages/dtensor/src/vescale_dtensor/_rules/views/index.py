@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,8 @@ def _shifting(call: Call, item: Item) -> Decision:
     return Decision(targets=(None,), out=out, run=run)
 
 
-def _index(call: Call, args: tuple):
+def _index(call: Call, args: tuple) -> Any:
+    """Returns the index by which a part can be written; None of what another function took."""
     return args[0] if call.function is Tensor.__getitem__ else None
 
 
