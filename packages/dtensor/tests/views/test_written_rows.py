@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_dtensor import Replicate, Shard, distribute_tensor
+from vescale_dtensor import Replicate, Shard, ViewError, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 WRITES = {
@@ -56,3 +56,63 @@ def test_all_ranks_hear_of_a_write(placements):
     assert set(wanted.values()) == {"saved", "leaf"}
     for found in run_ranks(2 ** len(placements), written, placements, timeout=60):
         assert found == wanted
+
+
+INDICES = [0, -1, slice(1, 3), slice(0, 4, 2), (slice(None), 1), (1, 2), (slice(1, 9), slice(0, 2)), (..., 0), [0, 3]]
+
+
+def augmented(placements):
+    """Values and gradients where parts of a result are written, in each form; two of them in turn; one that is kept."""
+    found = []
+    for index in INDICES:
+        x = torch.linspace(0, 1, 16).view(4, 4)
+        factor = torch.linspace(1, 2, 4).requires_grad_()
+        if placements is not None:
+            x = distribute_tensor(x, mesh_of(*[2] * len(placements)), placements)
+        x.requires_grad_()
+        y = x * 3
+        y[index] += 1
+        y[index] *= factor[1]
+        y[0] -= y.detach().sum() * 0.1
+        row = y[2]
+        row.mul_(factor)
+        y[2] = row
+        row /= 2
+        y.square().sum().backward()
+        found += [values(y), values(row), values(x.grad), factor.grad]
+    return found
+
+
+def values(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_a_part_is_written_where_it_is(placements):
+    wanted = augmented(None)
+    for found in run_ranks(2 ** len(placements), augmented, placements, timeout=60):
+        torch.testing.assert_close(found, wanted)
+
+
+def beside():
+    """What else was taken, of the tensor or of the part, would not hear of it; a copy on one device is one here."""
+    x = distribute_tensor(torch.arange(16.0).view(4, 4), mesh_of(2), [Shard(0)])
+    row, other = x[0], x[0:2]
+    for write in (lambda: row.add_(1), lambda: x[1].add_(1), lambda: other[0].add_(1), lambda: x.add_(1)):
+        with pytest.raises(ViewError):
+            write()
+    other = None
+    row.add_(1)
+    columns = distribute_tensor(torch.arange(16.0).view(4, 4), mesh_of(2), [Shard(1)])
+    apart = columns[:, 1].contiguous()
+    with pytest.raises(ViewError):
+        apart.add_(1)
+    return values(x), values(columns)
+
+
+def test_what_else_was_taken_is_not_left_behind():
+    for one, other in run_ranks(2, beside):
+        expected = torch.arange(16.0).view(4, 4)
+        assert torch.equal(other, expected)
+        expected[0] += 1
+        assert torch.equal(one, expected)

@@ -14,6 +14,7 @@ from vescale_dtensor._communication import events
 from vescale_dtensor.testing import run_ranks
 from vescale_plans import Boundary, Plan, explain_calls, parallelize
 from vescale_plans._calls.phases import PHASES
+from vescale_plans._plan.least import open_sums
 
 COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
 NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
@@ -232,6 +233,19 @@ def test_a_plan_that_leaves_sums_open_is_told_once_what_it_costs(backward):
     assert f"first {what} sent {sent} collectives, and the plan's cut weights need {least}." in lines[0]
     assert "What table, parts.*.two give stays a sum of parts" in lines[0]
     assert f"plan.complete(model, batch), ...) saves up to {sent - least}" in lines[0]
+
+
+def test_sequence_parallelism_scatters_and_gathers_and_is_told_nothing():
+    stream, whole = Boundary(output={"tp": Shard(1)}), Boundary(output={"tp": Replicate()})
+    plan = {"table": stream, "parts.*.two": stream, "parts.*.norm": whole}
+    for lines, sent, least, _ in run_ranks(2, first_steps, plan, True):
+        assert not lines and sent <= least + 1
+
+
+def test_a_sum_that_the_model_itself_gives_has_no_boundary():
+    plan = Plan(mesh={"tp": 2}, parameters={"*": ROW}, data_axis=None)
+    assert open_sums(plan, nn.Linear(4, 4, bias=False)) == {}
+    assert open_sums(plan, nn.Sequential(nn.Linear(4, 4, bias=False))) == {"0": ("tp",)}
 
 
 def test_a_plan_that_sends_what_it_has_to_is_told_nothing():

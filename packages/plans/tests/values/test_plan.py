@@ -55,7 +55,7 @@ def test_the_first_pattern_decides():
 def test_a_pattern_that_matches_nothing_names_the_nearest():
     assert message(match, {"*.mlp.upp.weight": 1, "*": 2}, NAMES, "parameter", complete=True) == (
         "Plan: the pattern '*.mlp.upp.weight' matches no parameter of the model\n"
-        "  nearest  *.mlp.up.weight, *.embed.weight, *.head.weight\n"
+        "  nearest  *.mlp.up.weight, embed.weight, head.weight\n"
         "fix: use '*.mlp.up.weight'"
     )
 

@@ -63,6 +63,9 @@ WRONG = {
     "data axes out of order": lambda: plan(data_axis=("tp", "dp")),
     "a data axis twice": lambda: plan(data_axis=("dp", "dp")),
     "no such stage of ZeRO": lambda: plan(zero=4),
+    "a whole parameter under ZeRO-3": lambda: plan(zero=3, parameters={"head.*": {"dp": Replicate()}, "*": {}}),
+    "a style of others": lambda: plan(parameters={"head.*": {"tp": "colwise"}, "*": {}}),
+    "a style without an axis": lambda: plan(parameters={"head.*": "colwise", "*": {}}),
     "ZeRO as a flag": lambda: plan(zero=True),
     "ZeRO without a data axis": lambda: plan(mesh={"tp": 4}, zero=1),
     "an unknown expert axis": lambda: plan(expert_axis="ep"),
@@ -104,6 +107,7 @@ WRONG = {
     "no microbatches": lambda: Pipeline(microbatches=0),
     "a loss of no kind": lambda: Pipeline(loss="max"),
     # The plan against the model
+    "a pattern below what is on top": lambda: fits(parameters=places(("*.hed.weight", {"tp": Shard(0)}))),
     "a pattern that matches nothing": lambda: fits(parameters=places(("*.q_porj.weight", {"tp": Shard(0)}))),
     "a parameter that nothing decides": lambda: fits(parameters={"layers.*": {}, "embed.weight": {}}),
     "a pattern after one that covers it": lambda: fits(parameters={"*": {}, "*.q_proj.weight": {"tp": Shard(0)}}),
@@ -157,7 +161,9 @@ TEXTS = {
     "a dim in place of a placement": (
         "Plan: parameters['*'] places axis 'tp' as 0, which is not a placement\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        "fix: use Shard(dim), Replicate(), InterleavedShard(dim, groups)"
+        "fix one of: Shard(0)     # of a weight [out, in], what it gives is spread over the axis: others' colwise\n"
+        "            Shard(1)     # what it takes is: others' rowwise\n"
+        "            Replicate()  # whole on each rank"
     ),
     "placements in place of a boundary": (
         "Plan: boundaries['head'] is {'tp': Shard(dim=0)}, not a Boundary\nfix: Boundary(input={...}, output={...})"
@@ -314,6 +320,29 @@ TEXTS = {
         "fix one of: loss=\"mean\"  # the mean of the microbatches' losses\n"
         "            loss=\"sum\"   # their sum"
     ),
+    "a whole parameter under ZeRO-3": (
+        "Plan: parameters['head.*'] is replicated over 'dp', over which zero=3 shards every parameter\n"
+        "  mesh  {'dp': 2, 'tp': 2}\n"
+        "fix one of: leave 'dp' out  # ZeRO's shards are no placement: blocks compute with whole parameters\n"
+        "            zero=2          # parameters are whole on each rank"
+    ),
+    "a style of others": (
+        "Plan: parameters['head.*'] places axis 'tp' as 'colwise', which is not a placement\n"
+        "  mesh  {'dp': 2, 'tp': 2}\n"
+        "fix one of: Shard(0)     # of a weight [out, in], what it gives is spread over the axis: others' colwise\n"
+        "            Shard(1)     # what it takes is: others' rowwise\n"
+        "            Replicate()  # whole on each rank"
+    ),
+    "a style without an axis": (
+        "Plan: parameters['head.*'] is 'colwise', not a mapping from axis names to placements\n"
+        "  mesh  {'dp': 2, 'tp': 2}\n"
+        "fix: {\"dp\": Shard(dim=0)}  # names the axis"
+    ),
+    "a pattern below what is on top": (
+        "Plan: the pattern '*.hed.weight' matches no parameter of the model\n"
+        "  nearest  head.weight, embed.weight, *.norm.weight\n"
+        "fix: use 'head.weight'"
+    ),
     "a pattern that matches nothing": (
         "Plan: the pattern '*.q_porj.weight' matches no parameter of the model\n"
         "  nearest  *.q_proj.weight, *.o_proj.weight, *.norm.weight\n"
@@ -396,7 +425,7 @@ TEXTS = {
         "Plan: the pattern 'blocks.*' matches no module of the model\n  nearest  layers.0\nfix: use 'layers.0'"
     ),
     "regather of nothing": (
-        "Plan: the pattern '*.mlp' matches no module of the model\n  nearest  *.norm, *.embed, *.0\nfix: use '*.norm'"
+        "Plan: the pattern '*.mlp' matches no module of the model\n  nearest  *.norm, *.0, *.q_proj\nfix: use '*.norm'"
     ),
     "blocks of no parameter": (
         "Plan: the pattern '*.experts' matches no parameter of the model\n"

@@ -9,8 +9,10 @@ be written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +36,11 @@ PATIENCE_S = 0.1
 """Seconds that a write waits for a transfer's thread to release a view that is gone."""
 
 
-def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
+def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False, index: Any = None) -> Tensor:
     """Notes that `copy` would be a view of `base` on one device, and if it is a part of it, which has the strides of
-    the whole there. Returns it, with its own storage."""
+    the whole there. Returns it, with its own storage.
+
+    index: `copy` is `base[index]`, so that what is written to it can be written there."""
     global _sweep_at
     with local_only():
         mine, theirs = copy.untyped_storage(), base.untyped_storage()
@@ -57,6 +61,8 @@ def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
         with local_only():
             if copy._is_view():  # further views have the same base
                 copy._base._is_cut_out = True
+    if index is not None and type(base) is DTensor:
+        copy._taken = base, index
     return copy
 
 
@@ -87,18 +93,50 @@ def copied_side(tensor: Tensor) -> str:
     return "base" if any(_is_live(copy, key) for copy in _copies_of.get(key, ())) else ""
 
 
-def check_writable(function: object, tensor: Tensor) -> None:
+def check_writable(function: object, tensor: Tensor, through: bool = False) -> None:
     """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other.
 
     Conversions of the tensor that are remembered end here.
+
+    through: the caller calls `write_through` afterwards.
     """
     if type(tensor) is not DTensor:
         return
     forget(tensor)
     side = copied_side(tensor)
-    if side and not _ends_soon(tensor):
+    if side == "copy" and through and "_taken" in tensor.__dict__:
+        with _unmarked(tensor):
+            check_writable(function, tensor._taken[0], through)
+    elif side and not _ends_soon(tensor):
         rule, remedies = _COPIED[side]
         raise ViewError(function_name(function), rule, [describe("tensor", tensor, tensor._layout)], remedies)
+
+
+def write_through(tensor: Tensor) -> None:
+    """Writes what was written to a copy of `base[index]` there, too."""
+    taken = tensor.__dict__.get("_taken")
+    if taken is not None and copied_side(tensor) == "copy":
+        base, index = taken
+        with _unmarked(tensor):
+            base[index] = tensor
+
+
+def is_there(base: Tensor, index: Any, value: Any) -> bool:
+    """Returns whether `value` is a copy of `base[index]`, as in `base[index] += 1`, so that it says nothing new."""
+    taken = value.__dict__.get("_taken") if type(value) is DTensor else None
+    return taken is not None and taken[0] is base and taken[1] is index and copied_side(value) == "copy"
+
+
+@contextmanager
+def _unmarked(copy: DTensor) -> Iterator[None]:
+    """Takes `copy` for nobody's view, within it."""
+    with local_only():
+        key = copy.untyped_storage()._cdata
+    known = _base_of.pop(key)
+    try:
+        yield
+    finally:
+        _base_of[key] = known
 
 
 def _ends_soon(tensor: Tensor) -> bool:
@@ -116,7 +154,7 @@ _COPIED = {
     "copy": (
         "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
         [
-            ("write to the base: tensor[1] = tensor[1].clone() + 1", "in place of tensor[1] += 1"),
+            ("tensor[1] += 1", "an index of the tensor itself, which is written through"),
             ("build the value: torch.where / torch.cat", ""),
         ],
     ),

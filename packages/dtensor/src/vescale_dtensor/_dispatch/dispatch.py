@@ -42,7 +42,7 @@ from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_
 from . import fallback, forms
 from .arguments import ATOMS, key_of, keyed
 from .contracts import check_tracked, check_whole, raise_number
-from .copies import as_on_one_device, check_writable, mark_copy
+from .copies import as_on_one_device, check_writable, is_there, mark_copy, write_through
 from .flat_rules import decide_flat
 from .functorch import check_not_wrapped
 from .number import takes_number, with_numbers
@@ -300,6 +300,8 @@ def _common_mesh(function: Any, tensors: list[Tensor]):
 
 
 def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+    if function is Tensor.__setitem__ and is_there(*args):
+        return None
     if decision.plain or decision.decomposition is not None:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
@@ -327,7 +329,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
             args = map_tensors(args, lambda _: next(queue))
             return call_entry(entry, function, args, map_tensors(kwargs, lambda _: next(queue)))
     for index in decision.mutated:
-        check_writable(function, tensors[index])
+        check_writable(function, tensors[index], through=True)
+    taken = args[1] if function is Tensor.__getitem__ else None
     converted: list[Tensor] = tensors
     hooked = _saved_tensors_hooks(True) is not None
     if decision.targets or hooked:
@@ -359,8 +362,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if hooked:
         out = apart(out)
     if decision.copies:
-        out = _marked_copies(out, tensors[0])
+        out = _marked_copies(out, tensors[0], taken)
     out = _finish(out, decision.out, converted, decision, tensors)
+    for index in decision.mutated:
+        write_through(tensors[index])
     if decision.watched:
         borrow(out, tensors)
     return out
@@ -378,7 +383,8 @@ def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: A
             return attach(out, layout if is_grad_enabled() else layout.untracked)
         if kind is DTensor:
             if out._layout.base is layout:
-                return out
+                # A copy in place of a view is in order, where one device's view need not be, and be copied here.
+                return out if decision.mutated or "_taken" not in out.__dict__ else attach(alias(out), out._layout)
             if decision.mutated and out is inputs[0]:  # squeeze_, transpose_: self has another layout now
                 out._layout = layout.untracked if out._layout.is_untracked else layout
                 return out
@@ -432,10 +438,10 @@ def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:
     return Trait.VIEW in entry.traits and target is not None and not is_alias(base.layout, target)
 
 
-def _marked_copies(out: Any, base: Tensor) -> Any:
+def _marked_copies(out: Any, base: Tensor, index: Any) -> Any:
     if type(out) in (tuple, list):
-        return type(out)([_marked_copies(one, base) for one in out])
-    return mark_copy(out, base) if isinstance(out, Tensor) else out
+        return type(out)([_marked_copies(one, base, None) for one in out])
+    return mark_copy(out, base, index=index) if isinstance(out, Tensor) else out
 
 
 DTensor.__torch_function__ = classmethod(dispatch)

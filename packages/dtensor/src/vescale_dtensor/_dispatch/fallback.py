@@ -60,7 +60,7 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
             layout = tensor._layout.base
             full = alias(convert_operand(tensor, layout, layout.invariant, function))
             if any(tensor is target for target in targets):
-                check_writable(function, tensor)
+                check_writable(function, tensor, through=True)
                 full = full.clone()  # an Alias refuses to be written, and a remembered conversion must not be
             if is_users:
                 full = standing_in(full, tensor)
@@ -147,7 +147,7 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
         return
     if full.data_ptr() == target.data_ptr() and layout.is_replicated and not full.requires_grad:
         return
-    check_writable(function, target)
+    check_writable(function, target, through=True)
     source = attach(full.detach() if not full.requires_grad else alias(full), layout.invariant)
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 

@@ -143,10 +143,12 @@ def _opened(function: Callable) -> Callable:
             given.append((tensor, convert_operand(tensor, layout, layout.opened, function)))
             return given[-1][1]
 
+        index = args[1] if function is Tensor.__getitem__ else None
+
         def marked(out: Tensor) -> Tensor:
             for source, whole in given:
                 if type(out) is DTensor and (share(out, whole) or copied_side(out) == "copy"):
-                    out = mark_copy(out, source)
+                    out = mark_copy(out, source, index=index)
             return out
 
         return map_tensors(function(*map_tensors(args, opened), **map_tensors(kwargs, opened)), marked)

@@ -276,12 +276,15 @@ def attach(local: Tensor, layout: Layout) -> DTensor:
     Never call it on a tensor that somebody else holds: it changes the object.
     """
     if layout.is_number:
+        source = local
         if local.requires_grad or local._is_view():
-            source, local = local, local.as_subclass(DTensor)
+            local = local.as_subclass(DTensor)
             if source.grad_fn is not None:
                 local._source = (source, source._version)  # where a backward may start, past the node between them
         else:  # no view, for it may become a leaf: autograd cannot bring up to date a view of a leaf that is one
             local = _make_subclass(DTensor, local)
+        if "_taken" in source.__dict__:  # of what it is a part
+            local._taken = source._taken
     else:
         local.__class__ = DTensor
     local._layout = layout

@@ -34,8 +34,9 @@ def least_collectives(
     of features that are cut takes one in both, of its statistics. What a boundary makes whole although no sum is open
     is gathered, and its gradient sent back. A head cut along the vocabulary takes one in backward, and its loss one, of
     the greatest logit and the sum together. Experts in stacks take one in forward, and in backward two: of their rows,
-    and of the routing weights, whose gradient is a product with what the experts give. Recurrences, and values that
-    meet what is cut outside of such modules (the rotary part of a latent key), count nothing.
+    and of the routing weights, whose gradient is a product with what the experts give. Where boundaries cut what blocks
+    hand on over the axis (sequence parallelism), each is two: it is scattered, and gathered. Recurrences, and values
+    that meet what is cut outside of such modules (the rotary part of a latent key), count nothing.
 
     Arguments:
         calls: module -> how often it ran; without it each ran once.
@@ -73,7 +74,8 @@ def _of_axis(
     if reads is not None:
         norms = (path for path, module in model.named_modules() if _is_norm(module))
         least += both * sum(axis in axes for path in norms for axes in reads.get(path, {}).values())
-    return least + len(values)
+    is_scattered = any(isinstance(one.output.get(axis), Shard) for one in plan.boundaries.values())
+    return (least + len(values)) * (1 + is_scattered)
 
 
 def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -83,7 +85,7 @@ def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
         for path, kind in _cut(axis, plan, model):
             parts = path.split(".")
             around = (first_match(plan.boundaries, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
-            is_sum = kind in ("sum", "table", "stack")
+            is_sum = path and kind in ("sum", "table", "stack")  # no boundary is the model's own
             if is_sum and not any(glob and axis in plan.boundaries[glob].output for glob in around):
                 found[path] = (*found.get(path, ()), axis)
     return found

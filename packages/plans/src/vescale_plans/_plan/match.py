@@ -82,11 +82,13 @@ def nearest(name: str, among: Sequence[str]) -> list[str]:
 
 
 def nearest_globs(pattern: str, names: Sequence[str]) -> list[str]:
-    """Like `nearest`; for "*.x.y" what comes back are globs, of the ends of names."""
+    """Like `nearest`; for "*.x.y" what comes back are globs, of the ends of names, or names that
+    are too short for one."""
     if not pattern.startswith("*."):
         return nearest(pattern, names)
     parts = pattern.count(".")
-    return nearest(pattern, list(dict.fromkeys(".".join(["*", *name.split(".")[-parts:]]) for name in names)))
+    ends = [".".join(["*", *name.split(".")[-parts:]]) if name.count(".") >= parts else name for name in names]
+    return nearest(pattern, list(dict.fromkeys(ends)))
 
 
 def _masked(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vescale_dtensor import Placement
+from vescale_dtensor import Placement, Replicate, Shard
 from vescale_dtensor.engine import WAYS
 
 from .fields import PlanFields
@@ -72,7 +72,10 @@ def _places(plan: PlanFields) -> None:
                 "Plan",
                 f"{where} is {placements!r}, not a mapping from axis names to placements",
                 [f"mesh  {plan.mesh}"],
-                [(f'{{"{next(iter(plan.mesh), "tp")}": {placements!r}}}', "names the axis")],
+                [
+                    (f'{{"{next(iter(plan.mesh), "tp")}": {placement!r}}}', "names the axis")
+                    for placement in (placements if isinstance(placements, Placement) else Shard(0),)
+                ],
             )
         for axis, placement in placements.items():
             _known_axis(plan, where, axis)
@@ -81,7 +84,22 @@ def _places(plan: PlanFields) -> None:
                     "Plan",
                     f"{where} places axis {axis!r} as {placement!r}, which is not a placement",
                     [f"mesh  {plan.mesh}"],
-                    [("use Shard(dim), Replicate(), InterleavedShard(dim, groups)", "")],
+                    [
+                        ("Shard(0)", "of a weight [out, in], what it gives is spread over the axis: others' colwise"),
+                        ("Shard(1)", "what it takes is: others' rowwise"),
+                        ("Replicate()", "whole on each rank"),
+                    ],
+                )
+            is_whole = where.startswith("parameters") and isinstance(placement, Replicate) and plan.mesh[axis] > 1
+            if is_whole and plan.zero == 3 and axis == plan.zero_axis != plan.expert_axis:
+                raise PlanError(
+                    "Plan",
+                    f"{where} is replicated over {axis!r}, over which zero=3 shards every parameter",
+                    [f"mesh  {plan.mesh}"],
+                    [
+                        (f"leave {axis!r} out", "ZeRO's shards are no placement: blocks compute with whole parameters"),
+                        ("zero=2", "parameters are whole on each rank"),
+                    ],
                 )
 
 

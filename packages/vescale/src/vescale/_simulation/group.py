@@ -289,6 +289,7 @@ class Group(dist.ProcessGroup):
             parts = [meeting.parts[rank] for rank in range(self._size)]
             with torch.no_grad(), DisableTorchFunctionSubclass(), _DisableTorchDispatch():
                 meeting.finish([one for one, _ in parts], [one for _, one in parts])
+            meeting.parts.clear()  # nobody holds what it sent for longer than others take
             meeting.done = True
 
         def what() -> str:

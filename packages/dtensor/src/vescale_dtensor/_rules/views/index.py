@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
     source = decision.targets[0] or x.layout
     parted = [item for item in items if item.dim is not None and not item.is_full(x.shape) and source.axes_of(item.dim)]
     if parted or not keep:
-        decision.run = _reader(source, items, parted)
+        decision.run = _reader(call, source, items, parted)
     return decision
 
 
@@ -95,12 +96,17 @@ def _shifting(call: Call, item: Item) -> Decision:
     out = layout_of(layout.mesh, states, (*layout.shape[:dim], len(item.taken), *layout.shape[dim + 1 :]))
 
     def run(input: Tensor, *args, **kwargs) -> Tensor:
-        return mark_copy(shifted(shift, input), input, cut_out=True)
+        return mark_copy(shifted(shift, input), input, cut_out=True, index=_index(call, args))
 
     return Decision(targets=(None,), out=out, run=run)
 
 
-def _reader(source: Layout, items: list[Item], parted: list[Item]):
+def _index(call: Call, args: tuple) -> Any:
+    """Returns the index by which a part can be written; None of what another function took."""
+    return args[0] if call.function is Tensor.__getitem__ else None
+
+
+def _reader(call: Call, source: Layout, items: list[Item], parted: list[Item]):
     region = source.region_at(source.mesh.coordinate)
     cuts = [(item.dim, pieces(region[item.dim], item.taken), len(item.taken)) for item in parted]
     index = tuple(
@@ -118,8 +124,8 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
             note_read(source, dim, position)
         for dim, parts, length in cuts:
             x = owned(x, dim, parts, length)
-        # on one device a view: writing to this copy would not reach the base, and raises
-        return mark_copy(x[index], input, cut_out=True) if cuts else x[index]
+        # on one device a view: what is written to this copy has to reach the base
+        return mark_copy(x[index], input, cut_out=True, index=_index(call, args)) if cuts else x[index]
 
     return run
 
