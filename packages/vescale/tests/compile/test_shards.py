@@ -111,6 +111,11 @@ PAIRS = {
     "llama, zero 3": (llama, lambda model: Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3)),
     "llama, generated": (llama, generated),
     "gpt2, generated, three dropouts": (gpt2, generated),
+    "llama, bfloat16, zero 3": (
+        llama,
+        lambda model: Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, precision=vescale.Precision(torch.bfloat16)),
+    ),
+    "llama, cp 2": (llama, lambda model: Plan(mesh={"cp": 2}, parameters={"*": {}}, context_axis="cp")),
     "uneven, tp 2": (Uneven, partial(uneven, mesh={"tp": 2})),
 }
 FOURS = {
