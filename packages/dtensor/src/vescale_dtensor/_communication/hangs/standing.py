@@ -56,9 +56,10 @@ def seen(thread: int | None) -> Seen:
 
 
 class MainThread:
-    """The main thread, looked at again and again."""
+    """The main thread, looked at again and again. `moving`: see _MOVING."""
 
-    def __init__(self) -> None:
+    def __init__(self, moving: float = _MOVING) -> None:
+        self._moving = moving
         self.ident = threading.main_thread().ident
         self.seen, self.stood_s = Seen([]), 0.0
         self._since = self._then = time.monotonic()
@@ -68,7 +69,7 @@ class MainThread:
         """`waits`: whether it waits for another rank; it may spin then."""
         found, now, spent = seen(self.ident), time.monotonic(), self._processor_seconds()
         used = (spent - self._spent) / max(now - self._then, 1e-3)
-        if found.mark != self.seen.mark or (used > _MOVING and not waits):
+        if found.mark != self.seen.mark or (used > self._moving and not waits):
             self._since = now
         self.seen, self.stood_s, self._then, self._spent = found, now - self._since, now, spent
 
