@@ -72,7 +72,6 @@ COMMUNICATES = {
         "_torch_private",  # names parts of it; sends nothing
         "faults",  # tells the first cause of a failure
         "p2p",  # sends and receives
-        "watch",  # shows the other ranks that this one lives
         "words",  # tells small values through the store
     },
     "plans": {

@@ -20,8 +20,10 @@ from ._communication.events import set_watch as set_watch
 from ._communication.events import user_line as user_line
 from ._communication.events import watched as watched
 from ._communication.flight_recorder import Transfers as Transfers
+from ._communication.hangs.hang import look_with as look_with
 from ._communication.hangs.hang import verdict as verdict
 from ._communication.hangs.hang import watch_for_hangs as watch_for_hangs
+from ._communication.hangs.standing import MainThread as MainThread
 from ._communication.in_flight import GatherInFlight as GatherInFlight
 from ._communication.in_flight import ReductionInFlight as ReductionInFlight
 from ._communication.in_flight import RowsInFlight as RowsInFlight

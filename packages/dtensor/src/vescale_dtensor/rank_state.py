@@ -61,7 +61,8 @@ SHARED = {
     "_tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
     "_communication.collective_check": ("_boards",),
-    "_communication.endings": ("_before", "_raised", "_told"),
+    "_communication.endings": ("_before", "_known", "_raised", "_told"),
+    "_communication.deaths": ("_entries",),
     "_communication.hangs.hang": ("_watch",),
     "_test_kit.allocations": ("Work.wait",),
     "_test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),

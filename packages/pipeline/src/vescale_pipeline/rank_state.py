@@ -10,7 +10,6 @@ PER_RANK = {
     "_runtime.runtime": ("_numbers",),
     "_runtime.other_stages.moment": ("_steps",),
     "_runtime.other_stages.total_norm": ("Chosen.last",),
-    "_transport.watch": ("_pulse", "_world"),
     "recording": ("_under_way",),
 }
 

@@ -30,9 +30,9 @@ from vescale_dtensor.engine import (
     from_plain,
     is_reproducible,
     layout_of,
+    look_with,
     mesh_of,
     show_functions,
-    verdict,
 )
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, ownership, release, seen
@@ -86,7 +86,8 @@ def pipelined(
             device=device,
             in_order=is_reproducible,
             during=model._vescale.sync.in_parts,
-            ended=_ended,
+            ended=first_ending,
+            watch=look_with,
             recorder=Transfers(axis),
             compute=plan.precision and plan.precision.compute,
             before=model._vescale.sync.take_in_before_parts,
@@ -94,12 +95,6 @@ def pipelined(
         )
 
     return stage_plan, stage_mesh, finish
-
-
-def _ended() -> str | None:
-    """Returns why a connection was lost, if known: what ended a rank, else what the ranks disagreed about."""
-    hang = None if (ending := first_ending()) else verdict()
-    return ending or (f"a hang: {hang}" if hang else None)
 
 
 def schedule_of(plan: Plan, device_type: str) -> Schedule:

@@ -1,6 +1,7 @@
 """Forensics of a hang: every rank writes what it is in, and the errors say which ranks disagree since when."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor._communication.hangs.hang import compared
+from vescale_dtensor._communication.hangs.deadlock import deadlocked
+from vescale_dtensor._communication.hangs.disagreements import compared
 from vescale_dtensor.testing import in_turns
 
 SCRIPT = """
@@ -71,6 +73,60 @@ def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
         _, _, events = text.partition("last collectives, and transfers, newest first:\n")
         assert len(events.splitlines()) >= 6 and "axis dp" in events
     assert "CommunicationError" in said[0] and "hang: " in said[0]  # the error of the rank that waited
+
+
+EVALUATES = """
+        from vescale_dtensor._communication.hangs import hang
+        if rank == 0:  # for longer than the bound: it moves
+            begun = hang._watch.ran
+            while hang._watch.ran < begun + 5:
+                torch.ones(50, 50) @ torch.ones(50, 50)
+        dist.barrier()
+        print("together", file=sys.stderr)
+        rank == 0 and dist.barrier()"""
+
+
+@in_turns(3)
+def test_a_call_of_torch_distributed_that_one_rank_makes_alone_ends_with_both_lines(tmp_path):
+    """And an evaluation before a barrier of all, which takes longer than a wait may, does not."""
+    script, files, said = hang(tmp_path, EVALUATES.strip())
+    source = script.read_text().splitlines()
+    line, backward = (next(i for i, text in enumerate(source, 1) if what in text) for what in ("== 0 and", ".backward"))
+    told = files[0].splitlines()[0]
+    assert files[1].splitlines()[0] == told
+    assert told.startswith(f"rank 0 is in barrier, at {script}:{line} in <module> and rank 1 is at {script}:{backward}")
+    assert re.search(r"all have come to collective \d+ over axis 'dp' \(", told), told
+    assert all("together" in text and f"first cause: a hang: {told}" in text for text in said), said
+
+
+def waiting(rank, number, others, **counts):
+    """A report of a rank that waits for collective `number` with others, and has begun so many of other groups."""
+    key = f"collective {sorted([rank, *others])}"
+    one = told_by(rank, event(number, "all_reduce", "waited for", ranks=sorted([rank, *others])))
+    one["waiting"][0]["key"] = key
+    return one | {"counts": {key: number} | {f"collective {ranks}": count for ranks, count in counts.items()}}
+
+
+def test_a_circle_of_waits_is_a_deadlock_and_a_chain_is_none():
+    circle = {0: waiting(0, 3, [1]), 1: waiting(1, 8, [2]), 2: waiting(2, 5, [0])}
+    assert all(deadlocked(one, circle.get) for one in circle.values())
+    outside = waiting(3, 2, [0])  # it waits for the circle, and is no part of it
+    assert not deadlocked(outside, circle.get)
+    for rank in range(3):  # one that has not written yet may come
+        assert not deadlocked(circle[rank], {**circle, (rank + 1) % 3: None}.get)
+    circle[2]["counts"]["collective [1, 2]"] = 8  # it has begun what 1 waits for
+    assert not any(deadlocked(one, circle.get) for one in circle.values())
+
+
+def test_a_message_that_may_have_been_forgotten_proves_nothing():
+    one = {"of": "message", "kind": "the loss", "call": 7, "ranks": [0, 1], "number": 1, "state": "waited for"}
+    other = one | {"kind": "the greeting"}
+    mine, theirs = ({"rank": rank, "waiting": [e], "events": [e]} for rank, e in ((0, one), (1, other)))
+    assert deadlocked(mine, {1: theirs}.get)
+    theirs["events"] = [other | {"call": 9}] * 50
+    assert not deadlocked(mine, {1: theirs}.get)
+    theirs["events"] = [other] * 49 + [other | {"call": 6}]  # what it posted in that call is all there
+    assert deadlocked(mine, {1: theirs}.get)
 
 
 def event(number, kind, state="done", axes=("dp",), ranks=(0, 1), of="collective", ago=1.0):

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -25,6 +23,7 @@ from atexit import register
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vescale_dtensor.engine import MainThread
 from vescale_trace.environment import seconds
 
 BEAT_S, IDLE_BEAT_S = 0.5, 1.0  # how often a rank shows that it lives: in an operation, and else
@@ -32,12 +31,8 @@ SILENT_S, IDLE_SILENT_S = 6.0, 10.0  # and after how long it is taken for dead
 PATIENCE_S = 25.0  # how much later than the first a rank may come that stands at one line
 LONG_PATIENCE_S = 300.0  # or one that moves
 PATIENCE = "VESCALE_CHECKPOINT_PATIENCE_S"  # the variable that gives both
-# Who is found at one line again and again stands there if its thread uses no processor, as one that waits, or all of
-# it, as one that spins; in between it is in a loop.
-_MOVING = (2e-4, 0.9)
 _MISSING = "\0"
 _ROOT = "vescale_checkpoint/beat"
-_STRANGERS = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib"))
 
 
 class Beat(NamedTuple):
@@ -73,7 +68,7 @@ class Presence:
         self.on_silent: Any = None  # called with a rank that rank 0 takes for dead
         self._seen: dict[int, tuple[Beat | None, float]] = {}  # rank -> its last beat, and when it was new by `watched`
         self._count, self._looked = 0, time.monotonic()
-        self._stands: tuple[Any, float, float, float] = (None, 0.0, time.monotonic(), time.monotonic())
+        self._main = MainThread(moving=2e-4)
         self._others = range(1, size) if rank == 0 else range(1)
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -181,33 +176,9 @@ class Presence:
                 return
 
     def _place(self) -> tuple[str, float]:
-        """The line of the user's program that the main thread is at, and for how long it has not moved."""
-        frame = sys._current_frames().get(threading.main_thread().ident)
-        if frame is None:
-            return "no line", 0.0
-        here, now, spent = (id(frame), frame.f_code, frame.f_lasti), time.monotonic(), _processor_seconds()
-        last, spent_then, since, then = self._stands
-        used = (spent - spent_then) / max(now - then, 1e-3)
-        if here != last or _MOVING[0] < used < _MOVING[1]:
-            since = now
-        self._stands = (here, spent, since, now)
-        while frame.f_back is not None and _is_strange(frame):
-            frame = frame.f_back
-        name = os.path.basename(frame.f_code.co_filename)
-        return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", now - since
-
-
-def _processor_seconds() -> float:
-    """Returns the processor time of the main thread."""
-    clock = getattr(time, "pthread_getcpuclockid", None)
-    return 0.0 if clock is None else time.clock_gettime(clock(threading.main_thread().ident))
-
-
-def _is_strange(frame: Any) -> bool:
-    """True if a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
-    module = frame.f_globals.get("__name__", "")
-    is_ours = module.partition("_")[0] == "vescale"
-    return is_ours or module.partition(".")[0] == "torch" or frame.f_code.co_filename.startswith(_STRANGERS)
+        """Returns the line of the user's program that the main thread is at, and for how long it has not moved."""
+        self._main.look(bool(self._main.seen.call))
+        return os.path.basename(self._main.seen.place), self._main.stood_s
 
 
 def peek(store: Any, key: str) -> bytes | None:

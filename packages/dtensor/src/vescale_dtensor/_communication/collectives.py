@@ -35,7 +35,6 @@ from .._layouts.mesh import Mesh
 from . import events, flight_recorder, pairs
 from .endings import ending_behind_lost_connection
 from .flight_recorder import DONE, FAILED, STARTED, WAITING
-from .hangs.hang import verdict
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
 
@@ -316,12 +315,10 @@ def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) 
 
 def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
     """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
-    said, ending, hang = str(error).splitlines()[0], ending_behind_lost_connection(), verdict()
-    told = [f"first cause: {ending}"] if ending is not None else []
-    if hang is not None and hang not in (ending or ""):
-        told.append(f"hang: {hang}")
-    if told:
-        return CommunicationError(operation, rule, [*told, said], [("mend the first cause and start again", "")])
+    said, ending = str(error).splitlines()[0], ending_behind_lost_connection()
+    if ending is not None:
+        told = [f"first cause: {ending}", said]
+        return CommunicationError(operation, rule, told, [("mend the first cause and start again", "")])
     remedy = "look for the rank that failed first: the others see only a broken connection"
     return CommunicationError(operation, rule, [said], [(remedy, "")])
 

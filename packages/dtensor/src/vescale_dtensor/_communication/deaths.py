@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torch.distributed import Store
 
+WAYS = "SIGKILL (out of memory?), a crash, or gloo's abort, which it prints, where ranks meet in different collectives"
+
 
 def leave_word(store: Store, rank: int) -> None:
     """Tells the ranks of this machine which process is `rank`. Cost: one request to the store."""
@@ -22,19 +24,18 @@ def leave_word(store: Store, rank: int) -> None:
         store.append(_key(machine), f"{rank} {os.getpid()} {began}\n")
 
 
-def found(store: Store) -> str | None:
-    """The ranks of this machine whose processes have ended, in words; None if all run. Cost: two requests."""
+def remember(store: Store) -> None:
+    """Reads which process is which rank, for when the store is gone. Cost: two requests."""
+    global _entries
     machine = _machine()
-    if machine is None or not store.check([_key(machine)]):
-        return None
-    entries = [tuple(map(int, line.split())) for line in store.get(_key(machine)).decode().splitlines()]
-    ended = [f"rank {rank} (process {pid})" for rank, pid, began in sorted(entries) if _began(pid) != began]
-    if not ended:
-        return None
-    return (
-        f"{', '.join(ended)} on {socket.gethostname()} ended without a word: by SIGKILL (out of memory?), a crash, or "
-        "gloo's abort, which it prints, where ranks meet in different collectives"
-    )
+    if machine is not None and store.check([_key(machine)]):
+        _entries = [tuple(map(int, line.split())) for line in store.get(_key(machine)).decode().splitlines()]
+
+
+def ended() -> str | None:
+    """The ranks of this machine whose processes have ended, of those remembered, in words; None where all run."""
+    gone = [f"rank {rank} (process {pid})" for rank, pid, began in sorted(_entries) if _began(pid) != began]
+    return f"{', '.join(gone)} on {socket.gethostname()}" if gone else None
 
 
 def _key(machine: str) -> str:
@@ -55,3 +56,7 @@ def _began(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
         return None if fields[0] in "ZX" else int(fields[19])
     return None
+
+
+_entries: list[tuple[int, ...]] = []
+"""Rank, process, and when that began."""

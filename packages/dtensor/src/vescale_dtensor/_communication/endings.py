@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from .._errors import VescaleError
 from . import deaths
 from .namespace import ALONE, await_namespace, namespace
 
@@ -31,9 +33,9 @@ _KILLED, _RAISED, _LEFT = "killed", "raised", "left"
 
 
 def tell_endings() -> None:
-    """Lets the other ranks of the joined world know, from now on, why this process ended. Every rank calls it; again
-    does nothing. Raises CommunicationError where rank 0 is gone."""
-    global _before, _told
+    """Lets the other ranks of the joined world know why this process ended. Every rank calls it; again does
+    nothing. Raises CommunicationError where rank 0 is gone."""
+    global _before, _told, _known
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ALONE:
         return
     found = await_namespace()
@@ -41,7 +43,7 @@ def tell_endings() -> None:
         _before, sys.excepthook = sys.excepthook, _report
         atexit.register(_leave)
     if _told != found.name:
-        _told = found.name
+        _told, _known = found.name, None
         with contextlib.suppress(RuntimeError):
             deaths.leave_word(found.store, dist.get_rank())
 
@@ -61,38 +63,44 @@ def raised_anywhere() -> bool:
 def first_ending() -> str | None:
     """The first exception that ended a rank, or rank that was killed, or else the first rank that left; None if nothing
     is known."""
-    with contextlib.suppress(RuntimeError):  # the store may be gone, too
+    global _known
+    try:
         found = namespace()
         for key in () if found is None else (_KILLED, _RAISED, _LEFT):  # who follows a killed rank raises
             if found.store.check([key]):
-                return found.store.get(key).decode()
-    return None
+                _known = found.store.get(key).decode()
+                return _known
+        return None
+    except RuntimeError:  # the store may be gone, too
+        return _known
 
 
 def ending_behind_lost_connection() -> str | None:
     """`first_ending`; where nothing is known yet, ranks of this machine that were killed are looked for, and what is
     found, here or elsewhere, is known to all. Takes `PATIENCE_S` at most, on a rank that is about to raise."""
     until = time.monotonic() + (PATIENCE_S if _before is not None else 0.0)  # else nobody has left word
-    while True:
-        ending = first_ending()
-        if ending is not None or time.monotonic() > until:
-            return ending
-        found = namespace()
-        if found is None:  # nobody has left word
-            return None
+    while (ending := first_ending()) is None and (found := namespace()) is not None:
+        lost = None
         try:
-            killed = deaths.found(found.store)
+            deaths.remember(found.store)
         except RuntimeError:
-            return "the process that holds the ranks' store (rank 0's, or torchrun's) is gone: see what ended it"
-        if killed is not None:
-            _write(_KILLED, killed)
+            lost = "the process that holds the ranks' store (rank 0's, or torchrun's) is gone: see what ended it"
+        ended = deaths.ended()
+        if ended is not None and lost is not None:
+            return f"{ended} ended, and with it the ranks' store, where the cause would be: see what ended it"
+        if ended is not None:
+            _write(_KILLED, f"{ended} ended without a word: by {deaths.WAYS}")
+        elif time.monotonic() > until:
+            return lost
         else:
             time.sleep(0.02)
+    return ending
 
 
 def tell_first(what: str) -> None:
     """Says why ranks will end, where nobody has said that yet."""
     _write(_RAISED, what)
+    first_ending()
 
 
 def close(group: dist.ProcessGroup | None) -> None:
@@ -125,8 +133,15 @@ def described(error: BaseException) -> str:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     global _raised
     _raised = True
-    _write(_RAISED, f"rank {_rank()} raised {described(error)}")
+    own = f"rank {_rank()} raised {described(error)}"
+    _write(_RAISED, own)
+    if isinstance(error, RuntimeError) and not isinstance(error, VescaleError):  # torch.distributed's know no cause
+        first = first_ending()
+        if first not in (None, own):
+            error.add_note(f"first cause: {first}")
     _before(kind, error, trace)
+    if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        time.sleep(2 * PATIENCE_S)  # the store is in this process: the others are to find there why it ends
 
 
 def _leave() -> None:
@@ -144,6 +159,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else -1
 
 
+_known: str | None = None  # what was found, for when the store is gone
 _before = None
 _raised = False
 _told = ""  # the namespace in which this process has left word

@@ -115,6 +115,7 @@ def told(entry: list) -> dict:
         cause = f"{events.function_name(function)} ({direction})"
     return {
         "of": group.of,
+        "key": group.key,
         "number": number,
         "kind": str(kind),
         "axes": list(group.axes),
@@ -125,3 +126,12 @@ def told(entry: list) -> dict:
         "seconds_ago": round(monotonic() - began, 3),
         **more,
     }
+
+
+def counts() -> dict[str, int]:
+    """Returns how far this rank has come, by the groups' keys. Of meshes with the same axes and ranks the most: a
+    rank is rather taken to have begun what it has not."""
+    found: dict[str, int] = {}
+    for group in list(rank_groups):
+        found[group.key] = max(group.count, found.get(group.key, 0))
+    return found

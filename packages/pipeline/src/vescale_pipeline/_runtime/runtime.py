@@ -34,7 +34,6 @@ from .._trace.rows.tags import MEAN
 from .._transport.faults import Faults, PipelineFailure, failure
 from .._transport.messages import Recorder, Tags
 from .._transport.p2p import Link
-from .._transport.watch import watch
 from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
@@ -83,6 +82,8 @@ class Runtime:
         compute: the floating dtype that stages compute with parameters in, where that is not the parameters' own.
         before: is called before a call looks at the model: parameters that were given other memory take it. Gives
             whether there were any.
+        watch: has a thread of the process call `look` again and again, and `lost` where a wait is in vain; with itself,
+            which has a `store` of its own.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Runtime:
         beginning: Callable[[Action | str], None] | None = None,
         compute: torch.dtype | None = None,
         before: Callable[[], bool] = lambda: False,
+        watch: Callable[[Any], None] = lambda looker: None,
     ) -> None:
         self._during, self._in_order, self._before = during, in_order, before
         self._loss = frozenset((loss,)) if loss is not None else None
@@ -155,7 +157,7 @@ class Runtime:
         for module in model.modules():
             if holds_elsewhere(module):
                 module.__dict__["named_parameters"] = partial(self._named_parameters, module)
-        watch(self)
+        watch(self)  # last: it calls from now on
 
     @property
     def is_above_units(self) -> bool:
@@ -235,13 +237,23 @@ class Runtime:
         except LinkError:
             return False
 
-    def waits(self) -> bool:
-        """True if a failure of other ranks matters now; see `_transport/watch.py`."""
-        return self._broken is None and (self._in_call or not self.link.has_tags)
+    def look(self, watch: Any) -> None:
+        """In the watch's thread: ends this rank's waits where others have failed. On NCCL no connection closes then."""
+        if self._waits():
+            following = self.ranks[(self.rank + 1) % len(self.ranks)]
+            cause = self.faults.told(watch) or watch.silent(watch.hear([following]))
+            if cause is not None:
+                self.lost(watch, cause)
 
-    def wake(self) -> None:
-        """Ends the waits of this rank, from another thread."""
-        self.link.wake()
+    def lost(self, watch: Any, why: str) -> None:
+        """In the watch's thread: ends this rank's waits, which are in vain."""
+        if self._waits():
+            self.faults.publish(why, watch.store)
+            self.link.wake()
+
+    def _waits(self) -> bool:
+        """True if a failure of other ranks matters now: in a call, or always where the device runs behind the host."""
+        return self._broken is None and not self.faults.is_known and (self._in_call or not self.link.has_tags)
 
     def _call_of(self, parts: list[Any], whole: Any) -> Call:
         """Returns the facts about calls with inputs of these shapes; runs a dry run for new ones, and one of the whole

@@ -5,7 +5,7 @@ first, and closes its connections. Ranks that wait for it wake, find the cause, 
 close theirs: so the whole pipeline ends within moments, and every rank names the same
 rank, stage, action and microbatch.
 
-A rank that stopped without dying closes nothing: `watch.py` finds it.
+A rank that stopped without dying closes nothing: whoever watches over the ranks finds it (`Runtime.look`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Faults:
     def is_known(self) -> bool:
         """True if this rank knows that the pipeline has failed."""
         return self.known is not None
+
+    def told(self, watch: Any) -> str | None:
+        """The first cause, as a thread with a store of its own reads it."""
+        return watch.store.get(self.key).decode() if watch.store.check([self.key]) else None
 
     def publish(self, cause: str, store: Any = None) -> str:
         """The first cause: this one, unless another rank was first."""

@@ -28,9 +28,35 @@ def compared(reports: Mapping[int, Report], size: int) -> str:
     found = found[: _MOST - bool(silent)]
     if silent:
         found.append(f"{_ranks(silent)} did not answer: gone, or stopped")
+    alone = _calls_of_their_own(reports)
+    if alone:
+        found = [alone, *found[: _MOST - 1], *_last_common(reports)]
     if found:
         return "; ".join(found)
     return "all ranks are at the same communication of every axis: a lost connection?"
+
+
+def _calls_of_their_own(reports: Mapping[int, Report]) -> str:
+    """Calls of torch.distributed that the user made, of which no numbers are known; "" where all are in the same."""
+    calls = {rank: "" if one["waiting"] else one.get("call", "") for rank, one in reports.items()}
+    if not any(calls.values()):
+        return ""
+    places: dict[str, list[int]] = {}
+    for rank, one in reports.items():
+        places.setdefault(f"in {calls[rank]}, at {_place(one)}" if calls[rank] else f"at {_place(one)}", []).append(
+            rank
+        )
+    return " and ".join(f"{_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} {at}" for at, ranks in places.items())
+
+
+def _last_common(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Yields the last communication that all ranks have come to."""
+    events = [{(e["key"], e["number"]): e for e in one["events"] if "key" in e} for one in reports.values()]
+    common = set.intersection(*map(set, events)) if events else set()
+    last = min((events[0][one] for one in common), key=lambda e: e["seconds_ago"], default=None)
+    if last is not None:
+        axis = ", ".join(map(repr, last["axes"]))
+        yield f"all have come to {last['of']} {last['number']} over axis {axis} ({last['kind']}, {last['cause']})"
 
 
 def _disagreements(reports: Mapping[int, Report]) -> Iterator[tuple[tuple, str]]:

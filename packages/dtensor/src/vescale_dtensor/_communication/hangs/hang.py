@@ -1,14 +1,20 @@
-"""Explains a hang: when a wait passes its bound, every rank writes what it is in, and one verdict compares them.
+"""The watch of a rank: that ranks which wait for each other in vain end, and say who differs since when.
 
-A thread looks, every few seconds, for two things: a collective or a transfer between stages of a pipeline that this
-rank's host waits for, or an accelerator that is busy with one, for longer than `bound_seconds`; and word in the store
-that another rank has seen that. Then it puts what this rank is in and its last collectives and transfers
-(`flight_recorder.py`) into the store, waits a little for the others', and writes a file: which ranks disagree, since
-which communication (`disagreements.py`), and asked for by which lines of code. Errors about the broken connections that
-follow say the same (`verdict`). The bound is below that of the backend, whose own end of a hang
-may be the process's.
+A thread says every second where this rank stands (`words.py`), and looks what its host waits for: a communication that
+the recorder has (`../flight_recorder.py`), a call of torch.distributed that the user made (`standing.py`), or an
+accelerator that is busy with one. While it waits, it listens to the ranks that it waits for. Time counts in which none
+of them moves, compiles, saves or loads.
 
-    VESCALE_HANG_SECONDS    the bound; 80% of the backend's without it
+    after 4 s       it is written down for the others, and a circle of waits, which is a deadlock, ends (`deadlock.py`)
+    after 10 s      a line on stderr says where each of them is
+    at the bound    every rank writes what it is in; one verdict (`disagreements.py`) says which ranks disagree, since
+                    which communication, asked for by which lines of code. It is the first cause of the errors that
+                    the ranks get, whose connections are closed
+
+So end the waits for a rank of which nothing has been heard for SILENT_S. The bound is a little below that of the
+backend, whose own end of a hang may be the process's.
+
+    VESCALE_HANG_SECONDS    the bound; 90% of the backend's without it
     VESCALE_HANG_DIR        where the files go; "vescale_hang" without it
 """
 
@@ -22,9 +28,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,19 +39,47 @@ import torch.distributed as dist
 from vescale_trace.environment import seconds
 
 from ..._debugger.session import answer_where, is_open
-from ..._torch_private import _dump_nccl_trace_json, backend_timeouts
+from ..._torch_private import _dump_nccl_trace_json, all_groups, backend_timeouts
+from .. import deaths
 from .. import flight_recorder as recorder
 from ..endings import close, tell_first
-from ..events import is_users
 from ..namespace import ALONE, await_namespace
-from .deadlock import Waits
+from .deadlock import deadlocked
 from .disagreements import compared
+from .standing import MainThread, seen
+from .words import Word, heard, say
 
-LOOK_S, LOOKS_PER_S = 2.0, 200
-"""A rank looks so often, and all of them together so often at most: a look is one request to the store."""
-_SEEN, _REPORT = "hang", "hang/report"
-_MOST_STACK = 30
+BEAT_S, LOOKS_PER_S = 1.0, 500
+"""A rank looks so often, and all of them together so often at most: a look is three requests to the store."""
+WRITTEN_S, TOLD_S = 4.0, 10.0
+SILENT_S = 60.0
+"""Seconds that a rank of which nothing is heard is waited for."""
+_STARTS = 10
+"""Beats in which the last rank has begun its watch, as a rule."""
+_SEEN, _REPORT, _WAITS = "hang", "hang/report", "waits"
+_MOST = 64
+"""Ranks that are listened to, of those that a rank waits for."""
+Heard = Mapping[int, tuple[Word | None, float]]
+"""The last words of ranks, and for how many seconds nothing else was heard."""
 _READ = ". A value of all ranks is read on all of them: value = loss.item() before `if rank == 0:`"
+
+
+class Looker(Protocol):
+    """Somebody else who looks, in the watch's thread: no other rank's word may be missed while the host waits."""
+
+    def look(self, watch: Watch) -> None:
+        """Once a beat. A RuntimeError of the store's goes on."""
+
+    def lost(self, watch: Watch, why: str) -> None:
+        """What ranks wait for will not come: ends the waits that are this one's."""
+
+
+class Wait(NamedTuple):
+    """A wait of this rank's host: for what, in words; for which ranks; the recorder's entry, or the mark of a stack."""
+
+    what: str
+    ranks: Sequence[int]
+    mark: Any
 
 
 def watch_for_hangs() -> None:
@@ -59,6 +94,13 @@ def watch_for_hangs() -> None:
         _watch = Watch()
 
 
+def look_with(looker: Looker) -> None:
+    """From now on `looker` looks, until it is collected; does nothing in a world without a watch."""
+    watch_for_hangs()
+    if _watch is not None and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
+        _watch.lookers.add(looker)
+
+
 def verdict() -> str | None:
     """Names the ranks that disagreed, and the collective since which they did; None while no hang was seen."""
     return None if _watch is None else _watch.verdict
@@ -67,9 +109,7 @@ def verdict() -> str | None:
 def bound_seconds() -> float:
     """Returns how long a wait may take."""
     given = seconds("VESCALE_HANG_SECONDS", None)
-    if given is not None:
-        return given
-    return min([480.0, *[0.8 * bound for bound in backend_timeouts()]])
+    return given if given is not None else 0.9 * min(backend_timeouts(), default=600.0)
 
 
 class Watch:
@@ -77,14 +117,20 @@ class Watch:
 
     def __init__(self) -> None:
         self.world, self.verdict = dist.group.WORLD, None
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = await_namespace().store.clone()  # torch locks its own while it waits
-        self._bound = bound_seconds()
-        self._waits = Waits(self._store, self._rank)
-        self._ended = threading.Event()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.store = await_namespace().store.clone()  # torch locks its own while it waits
+        self.main, self.lookers = MainThread(), WeakSet[Looker]()
+        self.silent_s = SILENT_S
+        self._bound, self._count = bound_seconds(), 0
+        self._wait: Wait | None = None
+        self._waited = self._counted = 0.0  # of that wait: seconds, and those that count
+        self._own: dict[str, Any] | None = None  # what was written of it
+        self.ran = 0.0  # seconds that this process looked: while it was stopped it heard nobody
+        self._heard: dict[int, tuple[Word | None, float]] = {}  # the last word of a rank, and when it was new by `ran`
         self._moved = (0, time.monotonic())  # this rank's last collective, and when it was new here
-        self._main = threading.main_thread().ident
-        self._thread = threading.Thread(target=self._look, name="vescale-hang", daemon=True)
+        self._say()  # who stops before the first look is known to have come
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vescale-watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -92,70 +138,156 @@ class Watch:
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1)
+            with contextlib.suppress(RuntimeError):
+                say(self.store, self.rank, Word(self._count + 1, has_ended=True))
 
-    def _look(self) -> None:
-        pause = min(max(LOOK_S, self._size / LOOKS_PER_S), max(self._bound / 4, 0.05))
-        asked = None
+    def _run(self) -> None:
+        pause = min(max(BEAT_S, self.size / LOOKS_PER_S), max(self._bound / 4, 0.05))
+        asked, looked = None, time.monotonic()
         while not self._ended.wait(pause):
+            now = time.monotonic()
+            elapsed, looked = min(now - looked, 2 * pause), now
+            self.ran += elapsed
             try:
-                asked = answer_where(self._store, self._rank, asked, self._place)
-                deadlock = self._waits.look()
-                stuck = (deadlock is not None or self._is_stuck()) and not is_open(self._store)
-                if stuck:
-                    self._store.compare_set(_SEEN, "", str(self._rank))
-                if stuck or self._store.check([_SEEN]):
+                self.main.look(self._wait is not None)
+                self._follow(now)
+                self._say()
+                if self._count < _STARTS:
+                    deaths.remember(self.store)
+                asked = answer_where(self.store, self.rank, asked, self._place)
+                self._look()
+                why = self._trouble(elapsed, pause) if self._wait is not None else None
+                if why is not None:
+                    self.store.compare_set(_SEEN, "", str(self.rank))
+                if why is not None or self.store.check([_SEEN]):
                     self._report(pause)
-                    if stuck and deadlock is not None:
-                        self._end(deadlock)
+                    cause = f"{why or 'a hang'}: {self.verdict}{_READ if ' at read ' in self.verdict else ''}"
+                    (tell_first if self._wait is None else self.end)(cause)
                     return
             except RuntimeError:  # the store is gone, and the world with it
+                self._lose("the process that holds the ranks' store does not answer: see what ended it")
                 return
 
-    def _end(self, group: recorder.RankGroup) -> None:
-        """Ends the wait of this rank in a deadlock, and with its connections that of the ranks which wait for it."""
-        tell_first(f"rank {self._rank} found a deadlock: {self.verdict}{_READ if ' at read ' in self.verdict else ''}")
-        if (process_group := group.process_group()) is not None:
-            close(process_group)
+    def end(self, why: str) -> None:
+        """Ends all waits of this rank, and with its connections those of ranks that wait for it. `why`: the first cause
+        of what they get, unless another one is known."""
+        tell_first(why)
+        self._lose(why)
+        for group in all_groups():
+            close(group)
+
+    def _look(self) -> None:
+        for looker in list(self.lookers):
+            looker.look(self)
+
+    def _lose(self, why: str) -> None:
+        for looker in list(self.lookers):
+            looker.lost(self, why)
+
+    def silent(self, words: Heard) -> str | None:
+        """Returns that one of these ranks has stopped, in words; None where all are heard, or have ended."""
+        for rank, (word, silent) in words.items():
+            if word is not None and not word.has_ended and silent > self.silent_s:
+                return f"rank {rank} fell silent: rank {self.rank} saw no sign of life for {self.silent_s:g} s"
+        return None
+
+    def hear(self, ranks: Sequence[int]) -> Heard:
+        """The last words of other ranks, and for how many seconds each is the last."""
+        for rank, word in heard(self.store, ranks):
+            if rank not in self._heard or self._heard[rank][0] != word:
+                self._heard[rank] = word, self.ran
+        return {rank: (self._heard[rank][0], self.ran - self._heard[rank][1]) for rank in ranks}
+
+    # --- what this rank is in
+
+    def _say(self) -> None:
+        self._count += 1
+        seen = self.main.seen
+        say(self.store, self.rank, Word(self._count, seen.place, self.main.stood_s, self._call(), seen.busy))
+
+    def _call(self) -> str:
+        return "" if self._wait is None else self._wait.what
 
     def _place(self) -> str:
         """Describes this rank's place, in a line."""
-        waits = [
-            f"in {entry[1]} over axis {', '.join(entry[2].axes)}"
-            for entry in list(recorder.ring)
-            if entry[recorder.STATE] == recorder.WAITING
-        ]
-        at = next(iter(_user_lines(self._main)), "no line of the user's")
-        return ", waiting ".join([f"it is at {at}", *waits[-1:]])
+        return f"it is at {self.main.seen.place}{f', waiting in {self._call()}' if self._wait is not None else ''}"
 
-    def _is_stuck(self) -> bool:
-        """True if the host waits for a collective for too long, or the device for one that came last."""
+    def _follow(self, now: float) -> None:
+        """Notes what the host waits for now."""
         events = sorted([*recorder.ring, *recorder.transfers], key=lambda event: event[recorder.BEGAN])
-        if not events:
-            return False
-        now = time.monotonic()
-        begun = now - self._bound
-        if any(event[recorder.STATE] == recorder.WAITING and event[recorder.BEGAN] < begun for event in events):
-            return True
-        last = id(events[-1])
-        if self._moved[0] != last:
-            self._moved = last, now
-        return now - self._moved[1] > self._bound and _device_is_busy()
+        waiting = [event for event in events if event[recorder.STATE] == recorder.WAITING]
+        found = None
+        if events and self._moved[0] != id(events[-1]):
+            self._moved = id(events[-1]), now
+        if waiting:
+            kind, group = waiting[-1][1], waiting[-1][2]
+            found = Wait(f"{kind} over axis {', '.join(group.axes)}", group.ranks, waiting[-1])
+        elif self.main.seen.call:
+            found = Wait(self.main.seen.call, range(self.size), self.main.seen.mark)
+        elif events and now - self._moved[1] > WRITTEN_S and _device_is_busy():
+            found = Wait(f"{events[-1][1]} on the device", events[-1][2].ranks, events[-1])
+        if found is None or self._wait is None or found.mark is not self._wait.mark and found.mark != self._wait.mark:
+            self._waited, self._counted, self._own = 0.0, 0.0, None
+        self._wait = found
+
+    def _trouble(self, elapsed: float, pause: float) -> str | None:
+        """Returns why the wait of this rank is to end, in a few words; None: it may go on."""
+        ranks = [rank for rank in self._wait.ranks if rank != self.rank][:_MOST]
+        words = self.hear(ranks)
+        if (why := self.silent(words)) is not None:
+            return why
+        before, self._waited = self._counted, self._waited + elapsed
+        if not any(_moves(word, silent, 2 * pause) for word, silent in words.values()):
+            self._counted += elapsed
+        if self._waited < min(WRITTEN_S, self._bound) or is_open(self.store):
+            return None
+        if self._own is None:
+            self._own = report(self.rank, self.main.ident)
+            self.store.set(f"{_WAITS}/{self.rank}", json.dumps(self._own))
+        if deadlocked(self._own, lambda rank: self._written(_WAITS, rank)):
+            return f"rank {self.rank} found a deadlock"
+        if before < TOLD_S <= self._counted and not any(
+            rank < self.rank and word is not None and word.waits for rank, (word, _) in words.items()
+        ):
+            self._tell(words)
+        return "a hang" if self._counted > self._bound else None
+
+    def _tell(self, words: Heard) -> None:
+        """On stderr, by the first rank that waits."""
+        others = [f"rank {rank} {'has not come' if word is None else word}" for rank, (word, _) in words.items()]
+        print(
+            f"vescale: rank {self.rank} has waited for {self._counted:.0f} s in {self._call()}, at "
+            f"{self.main.seen.place}, until {self._bound:g} s (VESCALE_HANG_SECONDS); {'; '.join(others[:8])}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _written(self, key: str, rank: int) -> dict[str, Any] | None:
+        key = f"{key}/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _report(self, pause: float) -> None:
-        own = report(self._rank, self._main)
-        self._store.set(f"{_REPORT}/{self._rank}", json.dumps(own))
-        reports, until = {self._rank: own}, time.monotonic() + 2 * pause + 2
-        while len(reports) < self._size and time.monotonic() < until:
-            for rank in range(self._size):
-                if rank not in reports and self._store.check([f"{_REPORT}/{rank}"]):
-                    reports[rank] = json.loads(self._store.get(f"{_REPORT}/{rank}"))
+        own = report(self.rank, self.main.ident)
+        self.store.set(f"{_REPORT}/{self.rank}", json.dumps(own))
+        reports, until = {self.rank: own}, time.monotonic() + 2 * pause + 2
+        while len(reports) < self.size and time.monotonic() < until:
+            for rank in range(self.size):
+                if rank not in reports and (one := self._written(_REPORT, rank)) is not None:
+                    reports[rank] = one
             time.sleep(0.05)
-        self.verdict = compared(reports, self._size)
-        path = Path(os.environ.get("VESCALE_HANG_DIR", "vescale_hang")) / f"rank{self._rank}.txt"
+        self.verdict = compared(reports, self.size)
+        path = Path(os.environ.get("VESCALE_HANG_DIR", "vescale_hang")) / f"rank{self.rank}.txt"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(written(self.verdict, own))
-        print(f"vescale: rank {self._rank} hangs: {self.verdict}\nvescale: see {path}", file=sys.stderr, flush=True)
+        print(f"vescale: rank {self.rank} hangs: {self.verdict}\nvescale: see {path}", file=sys.stderr, flush=True)
+
+
+def _moves(word: Word | None, silent: float, lately: float) -> bool:
+    """Returns whether a rank may still come: time in which it does something counts for nobody."""
+    if word is None or word.has_ended or silent > lately:
+        return False
+    return bool(word.busy) or (word.stood_s < lately and not word.waits)
 
 
 def _device_is_busy() -> bool:
@@ -168,30 +300,24 @@ def _device_is_busy() -> bool:
 
 
 def report(rank: int, main: int | None) -> dict[str, Any]:
-    """Reports a rank: where its code stands, the collectives it waits for, its last events, newest first."""
+    """Returns what a rank is in: where its code stands, the communications it waits for, its last events, newest first,
+    and how far it has come with each group."""
     events = [recorder.told(one) for ring in (recorder.ring, recorder.transfers) for one in list(ring)[::-1]]
+    stack = seen(main)
     found: dict[str, Any] = {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "lines": _user_lines(main),
+        "lines": stack.lines,
+        "call": stack.call,
         "waiting": [event for event in events if event["state"] == recorder.WAITING],
         "events": events,
+        "counts": recorder.counts(),
     }
     if _dump_nccl_trace_json is not None:
         with contextlib.suppress(Exception):  # torch's own recorder, where it keeps one
             found["torch"] = json.loads(_dump_nccl_trace_json(True, True))
     return found
-
-
-def _user_lines(main: int | None) -> list[str]:
-    """The user's lines that the main thread is in, innermost first."""
-    frame, lines = sys._current_frames().get(main), []
-    while frame is not None and len(lines) < _MOST_STACK:
-        if is_users(frame):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return lines
 
 
 def written(text: str, one: Mapping[str, Any]) -> str:

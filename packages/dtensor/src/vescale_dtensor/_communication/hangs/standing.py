@@ -1,0 +1,79 @@
+"""The place of this rank's main thread, as its watch sees it: at which lines of the user's, in which call, how long.
+
+What nobody tells is seen in the thread's stack: a call of torch.distributed that the user made, a compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+from typing import Any, NamedTuple
+
+from ..events import is_users
+
+_MOVING = 1e-2
+"""The share of a processor from which on a thread moves, in a loop perhaps, though found at one line each time."""
+_MOST_LINES = 30
+_BUSY = {"torch._inductor.": "compiling", "vescale_checkpoint.": "saving or loading"}
+_LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib"))
+
+
+class Seen(NamedTuple):
+    """A stack. `lines`: the user's, innermost first. `call`: of torch.distributed that the innermost of them is in, ""
+    without one. `busy`: with what that is no wait, though it may look like one. `mark`: differs when it has moved."""
+
+    lines: list[str]
+    call: str = ""
+    busy: str = ""
+    mark: Any = None
+
+    @property
+    def place(self) -> str:
+        return self.lines[0] if self.lines else "no line of the user's"
+
+
+def seen(thread: int | None) -> Seen:
+    """Returns a thread's stack. Lines of installed libraries count where the program has none."""
+    frame = sys._current_frames().get(thread)  # type: ignore[arg-type]
+    mark = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
+    lines: list[str] = []
+    libraries: list[str] = []
+    call = busy = ""
+    while frame is not None and len(lines) < _MOST_LINES:
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if is_users(frame):
+            found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
+            found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        elif not lines:
+            if not call and module.startswith("torch.distributed."):
+                call = code.co_name
+            busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
+        frame = frame.f_back
+    return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
+
+
+class MainThread:
+    """The main thread, looked at again and again. `moving`: see _MOVING."""
+
+    def __init__(self, moving: float = _MOVING) -> None:
+        self._moving = moving
+        self.ident = threading.main_thread().ident
+        self.seen, self.stood_s = Seen([]), 0.0
+        self._since = self._then = time.monotonic()
+        self._spent = 0.0
+
+    def look(self, waits: bool) -> None:
+        """`waits`: whether it waits for another rank; it may spin then."""
+        found, now, spent = seen(self.ident), time.monotonic(), self._processor_seconds()
+        used = (spent - self._spent) / max(now - self._then, 1e-3)
+        if found.mark != self.seen.mark or (used > self._moving and not waits):
+            self._since = now
+        self.seen, self.stood_s, self._then, self._spent = found, now - self._since, now, spent
+
+    def _processor_seconds(self) -> float:
+        """That the thread has used."""
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        return 0.0 if clock is None else time.clock_gettime(clock(self.ident))
