@@ -1,4 +1,4 @@
-"""What a run of a user's forward leaves: numbers that it has drawn."""
+"""Effects of a run of a user's forward: numbers that it has drawn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def python_states() -> dict[str, Any]:
 
 @contextmanager
 def host_generators_kept() -> Iterator[None]:
-    """What the block draws on the host nobody misses: torch's generator, Python's and numpy's are then as before."""
+    """A block whose draws on the host nobody misses: torch's generator, Python's and numpy's are then as before."""
     numpy = sys.modules.get("numpy")
     kept, kept_random = torch.get_rng_state(), random.getstate()
     kept_numpy = numpy.random.get_state(legacy=False) if numpy else None

@@ -238,7 +238,7 @@ class Runtime:
             return False
 
     def look(self, watch: Any) -> None:
-        """In the watch's thread: ends this rank's waits where others have failed. On NCCL no connection closes then."""
+        """Ends this rank's waits, in the watch's thread, if others have failed. On NCCL no connection closes then."""
         if self._waits():
             following = self.ranks[(self.rank + 1) % len(self.ranks)]
             cause = self.faults.told(watch) or watch.silent(watch.hear([following]))
@@ -246,7 +246,7 @@ class Runtime:
                 self.lost(watch, cause)
 
     def lost(self, watch: Any, why: str) -> None:
-        """In the watch's thread: ends this rank's waits, which are in vain."""
+        """Ends this rank's waits, which are in vain, in the watch's thread."""
         if self._waits():
             self.faults.publish(why, watch.store)
             self.link.wake()

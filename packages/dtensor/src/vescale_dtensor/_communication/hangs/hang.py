@@ -71,7 +71,7 @@ class Looker(Protocol):
         """Once a beat. A RuntimeError of the store's goes on."""
 
     def lost(self, watch: Watch, why: str) -> None:
-        """What ranks wait for will not come: ends the waits that are this one's."""
+        """Called once what ranks wait for will not come: ends the waits that are this one's."""
 
 
 class Wait(NamedTuple):
@@ -95,7 +95,7 @@ def watch_for_hangs() -> None:
 
 
 def look_with(looker: Looker) -> None:
-    """From now on `looker` looks, until it is collected; does nothing in a world without a watch."""
+    """Adds `looker`, which looks until it is collected; does nothing in a world without a watch."""
     watch_for_hangs()
     if _watch is not None and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
         _watch.lookers.add(looker)
