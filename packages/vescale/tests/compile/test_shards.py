@@ -320,6 +320,54 @@ def other_weight(model):
         model.blocks[1].inner[0].weight.mul_(0.5)
 
 
+def lengths():
+    """More than are compiled; the first of them is compiled still."""
+    same, _, captured, eager, graph = told(Wide)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in [*range(7, 18), 7]:
+            x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+            same = same and graph[4](x).item() == eager[4](x).item()
+    said = [str(one.message) for one in caught if issubclass(one.category, vescale.CompileWarning)]
+    return same, captured.graphs, [one.last for one in captured.regions], said
+
+
+def test_further_sizes_are_eager_and_said_once():
+    for same, graphs, last, said in run_ranks(2, lengths, timeout=300):
+        assert same and graphs > 8 and last == ["", ""]
+        assert len(said) == 1 and "8 other sizes" in said[0]
+
+
+def cast(backend):
+    named()
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Tower(Wide)
+    model, _ = vescale.parallelize(wide(model), model)
+    if backend:
+        compiled(model, backend)
+    losses = []
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=step != 1):
+            loss = model(torch.randn(6, 8, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        losses.append(loss.item())
+    captured = model._vescale.captured
+    return losses, [full(p.grad) for p in model.parameters()], captured.reasons() if captured else None
+
+
+def both_cast():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager, graph = cast(None), cast("aot_eager")
+    return eager[0] == graph[0], [torch.equal(a, b) for a, b in zip(eager[1], graph[1])], graph[2]
+
+
+def test_a_graph_under_autocast_casts_its_forward_alone():
+    for losses_are, gradients_are, reasons in run_ranks(2, both_cast, timeout=300):
+        assert losses_are and all(gradients_are) and reasons == []
+
+
 def changes():
     answers = {}
     for act in (hook_inside, other_weight):

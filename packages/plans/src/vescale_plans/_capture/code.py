@@ -54,12 +54,14 @@ class Code:
     Attributes:
         graphs: how many were compiled.
         running: whose call asks the compiler, or runs a graph.
+        has_said: whether a warning has told that calls of further sizes are eager.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.graphs = 0
         self.running: Region | None = None
+        self.has_said = False
         self._traced = 0
         self._forward: Callable | None = None
         self._unguarded: Unguarded | None = None  # that graphs were made under
@@ -127,7 +129,7 @@ def _on_shards(graph: fx.GraphModule) -> Run:
         shards = known.get(key)
         if shards is None:
             if len(known) == _MOST:
-                raise Refused(f"its layouts have changed {_MOST} times")
+                raise Refused(f"it is compiled for {_MOST} other sizes and layouts", lasts=False)
             cut = getattr(region.module, "_cut_axes", ())
             shards = known[key] = Shards(graph, region.steps, cut, real, region.backend)
             region.code.graphs += 1

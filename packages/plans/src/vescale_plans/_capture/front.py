@@ -92,17 +92,19 @@ class Captured(Alone):
                 if self._made is not None:
                     raise
                 why = self.failure or _reason(error)
-                self._refuse(kind, why)
+                self._refuse(kind, why, getattr(error, "lasts", True))
             finally:
                 self._put_back()
                 self._real, self._made = {}, None
         self.last = why
         return self.forward(*args, **kwargs)
 
-    def _refuse(self, kind: tuple, why: str) -> None:
-        self.refusals[kind] = why
-        name = type(self.module).__name__
-        warnings.warn(f"{name} runs eagerly: {why}", CompileWarning, stacklevel=5)
+    def _refuse(self, kind: tuple, why: str, lasts: bool) -> None:
+        if lasts:
+            self.refusals[kind] = why
+        if lasts or not self.code.has_said:
+            self.code.has_said = not lasts
+            warnings.warn(f"{type(self.module).__name__} runs eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _through_graph(self, args: tuple, kwargs: dict) -> Any:
         self.failure, code = "", self.code

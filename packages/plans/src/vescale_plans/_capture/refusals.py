@@ -14,7 +14,11 @@ from .._torch_private import TracingContext, traced_output
 
 
 class Refused(Exception):
-    """Why a call is not compiled."""
+    """Why a call is not compiled. `lasts`: nor are others of its kind."""
+
+    def __init__(self, why: str, lasts: bool = True) -> None:
+        super().__init__(why)
+        self.lasts = lasts
 
 
 def check_traced(tensors: Sequence[fx.Node]) -> None:

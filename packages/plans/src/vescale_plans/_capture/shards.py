@@ -7,6 +7,7 @@ or drawn. torch's partitioner divides what autograd makes of it, and a backend c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class Shards:
                 tangents = self._look(local)
                 joint = self._traced(self._joint if self.trained else self._alone, local, tangents)
             _check_constants(joint)
-            with torch.no_grad():
+            with torch.no_grad(), _casting_off():
                 if self.trained:
                     forward, backward = partitioned(joint, len(self.results) + 1)
                     self._kept = _keep_apart(forward, len(self.results) + 1)
@@ -166,7 +167,8 @@ class Shards:
         token = self._effects.end_pass()
         inputs = [one for one, trains in zip(leaves, self._trains) if trains]
         roots = [made[place] for place in self.trained]
-        gradients = torch.autograd.grad(roots, inputs, tangents, allow_unused=True)
+        with _casting_off():
+            gradients = torch.autograd.grad(roots, inputs, tangents, allow_unused=True)
         self._like = [(one.shape, one.stride()) for one in tangents]
         return [*(one.detach() for one in made), token, *gradients, self._effects.end_pass()]
 
@@ -180,7 +182,7 @@ class Shards:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
         """Returns the new results, and what their backward needs."""
         local = [one.detach() for one in tensors]
-        with self._effects.done(), torch.no_grad():
+        with self._effects.done(), torch.no_grad(), _casting_off():
             out = self._forward(*local)
         computed = iter(out[len(self.results) + 1 :])
         saved = [next(computed) if place is None else local[place] for place in self._kept] if self.trained else []
@@ -226,6 +228,12 @@ def _laid_out(gradient: Tensor | None, model: Tensor, shape: Sequence[int], stri
         return gradient
     made = model.new_empty_strided(shape, strides)
     return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+def _casting_off() -> contextlib.AbstractContextManager:
+    """A block without `torch.autocast`: what it casts, the graph has cast, and its backward is no part of it."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.autocast(kinds[0], enabled=False) if kinds else contextlib.nullcontext()
 
 
 def _keep_apart(forward: fx.GraphModule, count: int) -> list[int | None]:
