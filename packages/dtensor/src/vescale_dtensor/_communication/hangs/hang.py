@@ -158,10 +158,11 @@ class Watch:
                 self._look()
                 why = self._trouble(elapsed, pause) if self._wait is not None else None
                 if why is not None:
-                    self.store.compare_set(_SEEN, "", str(self.rank))
+                    self.store.compare_set(_SEEN, "", why)
                 if why is not None or self.store.check([_SEEN]):
+                    why = self.store.get(_SEEN).decode()  # of whoever found it first, on all ranks
                     self._report(pause)
-                    cause = f"{why or 'a hang'}: {self.verdict}{_READ if ' at read ' in self.verdict else ''}"
+                    cause = f"{why}: {self.verdict}{_READ if ' at read ' in self.verdict else ''}"
                     (tell_first if self._wait is None else self.end)(cause)
                     return
             except RuntimeError:  # the store is gone, and the world with it
