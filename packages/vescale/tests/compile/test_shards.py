@@ -218,7 +218,7 @@ class Tower(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return (x[0] if isinstance(x, tuple) else x).square().mean()
 
 
 class Wide(nn.Module):
@@ -228,6 +228,15 @@ class Wide(nn.Module):
 
     def forward(self, x):
         return x + self.inner(x)
+
+
+class Two(Wide):
+    """Gives one value twice, of which one has no gradient, and what it was given."""
+
+    def forward(self, x):
+        given = x[0] + x[1] if isinstance(x, tuple) else x
+        out = super().forward(given)
+        return out, out.detach(), given, x
 
 
 class Counting(Wide):
@@ -373,6 +382,8 @@ def changes():
     for act in (hook_inside, other_weight):
         same, said, captured, eager, graph = told(Wide, act)
         answers[act.__name__] = same, said, eager[3] == graph[3], captured.graphs
+    same, _, captured, _, _ = told(Two)
+    answers["results"] = same, captured.graphs
     same, said, captured, eager, graph = told(Wide)
     copied = copy.deepcopy(graph[4])
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(9))
@@ -396,6 +407,7 @@ def test_what_changes_between_calls_is_seen():
     for found in run_ranks(2, changes, timeout=300):
         assert found["hook_inside"][:3] == (True, [], True)
         assert found["other_weight"] == (True, [], True, 2)  # the first block is given no gradient
+        assert found["results"] == (True, 2)
         assert found["copy"] == (True, 2)
         assert found["error"] == "ShapeError" and found["after the error"]
         assert found["held"] == ("DTensor", (12, 8))

@@ -148,7 +148,7 @@ class Shards:
             graph = make_fx(joint)(local, tangents)
         for node in graph.graph.nodes:
             if node.target in _SAME and node.args[0].meta["val"].shape == node.meta["val"].shape:
-                node.replace_all_uses_with(node.args[0])
+                node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")  # results are apart
         return graph
 
     def _made(self, local: Sequence[Tensor]) -> list[Tensor]:
@@ -193,8 +193,10 @@ class Shards:
         if torch.is_grad_enabled():
             rule = "a block is compiled, and the gradient of a compiled graph has no gradient (create_graph=True)"
             raise PlanError("backward", rule, (), [('parallelize(..., mode="eager")', "gradients of any order")])
+        model = next((one for one in gradients if one is not None), None)
+        if model is None:
+            return [None] * len(self._trains)
         used = frozenset().union(*(self._reach[place] for place, one in enumerate(gradients) if one is not None))
-        model = next(one for one in gradients if one is not None)
         tangents = [_laid_out(gradients[place], model, *like) for place, like in zip(self.trained, self._like)]
         with self._effects.done():
             found = iter(self._backward(*saved, *tangents))
