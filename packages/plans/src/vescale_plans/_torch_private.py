@@ -5,9 +5,8 @@ No other module of the package names a private part of torch: `make check` holds
 What costs much to import is imported where it is asked for.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -192,27 +191,17 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def capture_settings(passed_over: set[Callable]) -> Any:
-    """Returns contexts in which what a compiler cannot take raises, code is guarded by hooks of modules and by which
-    parameters are one tensor, numpy's draws are numpy's, and some methods of loggers are passed over. Instead: public
-    options of `torch.compile`."""
+    """A context, for any number of uses, in which what a compiler cannot take raises, code is guarded by hooks of
+    modules and by which parameters are one tensor, numpy's draws are numpy's, and some methods of loggers are passed
+    over. Instead: public options of `torch.compile`."""
     settings = torch._dynamo.config
-    patch = settings._make_closure_patcher(
+    return settings.patch(
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,
         skip_no_tensor_aliasing_guards_on_parameters=False,
         use_numpy_random_stream=True,
         ignore_logger_methods=settings.ignore_logger_methods | passed_over,
     )
-
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        revert = patch()
-        try:
-            yield
-        finally:
-            revert()
-
-    return patched
 
 
 def traced_output() -> Any:

@@ -14,7 +14,7 @@ from .._tensor.tensor import DTensor, local_only
 _WHOLE = "vescale: whole"
 
 
-def check_whole(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
+def check_history(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
     """Raises for a plain tensor with a gradient's history, among the operands `tensors`, if a DTensor or a function of
     ours is in that history. Computed from plain leaves alone it is whole and alike on all ranks, as these are. Nodes
     that were found so are not looked at again."""

@@ -41,7 +41,7 @@ from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
 from .arguments import ATOMS, key_of, keyed
-from .contracts import check_tracked, check_whole, raise_number
+from .contracts import check_history, check_tracked, raise_number
 from .copies import as_on_one_device, check_writable, is_there, mark_copy, write_through
 from .flat_rules import decide_flat
 from .functorch import check_not_wrapped
@@ -305,7 +305,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.plain or decision.decomposition is not None:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
-                check_whole(function, tensor, tensors)
+                check_history(function, tensor, tensors)
     if decision.untracked and is_grad_enabled():
         for index in decision.untracked:
             check_tracked(function, tensors[index])

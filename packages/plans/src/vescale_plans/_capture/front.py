@@ -125,7 +125,7 @@ class Captured(Alone):
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
         outer, code.running = code.running, self
         try:
-            with code.settings():
+            with code.settings:
                 out = code.guarded(self.module, *args, **kwargs)
         finally:
             code.running = outer
