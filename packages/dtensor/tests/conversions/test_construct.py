@@ -119,24 +119,27 @@ def test_from_local_is_the_inverse_of_to_local(given) -> None:
     run_ranks(4, run)
 
 
-def test_what_the_error_about_a_lost_layout_advises_gives_the_gradients_that_it_says() -> None:
+def test_a_plain_leaf_is_whole_and_what_from_local_makes_of_it_is_a_part() -> None:
     def run() -> None:
         mesh = grid()
         x = distribute_tensor(numbers(4, 6), mesh, [Shard(0), R])
-        adapter = numbers(2, 6).requires_grad_()
-        with pytest.raises(PlainTensorError) as caught:
-            x @ adapter.t()
-        assert "distribute_tensor(leaf, mesh, placements)" in str(caught.value)
-        whole = distribute_tensor(adapter, mesh, [R, R])
-        (x @ whole.t()).square().sum().backward()
-        part = DTensor.from_local(adapter.t(), mesh, [R, R])
-        (x @ part).square().sum().backward()
         plain = numbers(2, 6).requires_grad_()
         (numbers(4, 6) @ plain.t()).square().sum().backward()
+        adapter = numbers(2, 6).requires_grad_()
+        (x @ adapter.t()).square().sum().backward()
+        torch.testing.assert_close(adapter.grad, plain.grad)
+        whole = distribute_tensor(adapter, mesh, [R, R])
+        (x @ whole.t()).square().sum().backward()
         torch.testing.assert_close(whole.grad.full_tensor(), plain.grad)
+        adapter.grad = None
+        part = DTensor.from_local(adapter.t(), mesh, [R, R])
+        (x @ part).square().sum().backward()
         parts = adapter.grad.clone()
         dist.all_reduce(parts)
         torch.testing.assert_close(parts, plain.grad)  # each rank's contribution, which nobody has added up
+        with pytest.raises(PlainTensorError) as caught:
+            x @ (part.to_local() * 2)
+        assert "DTensor.from_local(tensor, mesh, placements)" in str(caught.value)
 
     run_ranks(4, run)
 
