@@ -77,5 +77,5 @@ def test_each_world_has_words_of_its_own(tmp_path, monkeypatch):
         match = name.search(key)
         assert match and match[1] in seen, key
         told.setdefault(match[1], set()).add(match[2].split("/")[0])
-    kinds = {"hang", "processes", "raised", "stop", "vescale_checkpoint", "vescale_pipeline"}
+    kinds = {"hang", "processes", "raised", "stop", "vescale_checkpoint", "word"}
     assert set(told) == set(seen) and all(kinds <= each for each in told.values()), told
