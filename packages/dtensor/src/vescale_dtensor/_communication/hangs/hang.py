@@ -211,7 +211,8 @@ class Watch:
 
     def _place(self) -> str:
         """Describes this rank's place, in a line."""
-        return f"it is at {self.main.seen.place}{f', waiting in {self._call()}' if self._wait is not None else ''}"
+        waits = f", waiting in {self._call()}" if self._wait is not None else ""
+        return f"it is at {seen(self.main.ident).place}{waits}"
 
     def _follow(self, now: float) -> None:
         """Notes what the host waits for now."""

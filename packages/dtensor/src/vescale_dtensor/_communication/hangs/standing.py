@@ -66,10 +66,15 @@ class MainThread:
         self._spent = 0.0
 
     def look(self, waits: bool) -> None:
-        """`waits`: whether it waits for another rank; it may spin then."""
-        found, now, spent = seen(self.ident), time.monotonic(), self._processor_seconds()
+        """`waits`: whether it waits for another rank; it may spin then.
+
+        The stack of a thread that works is left alone: whoever holds its frames keeps alive what they refer to, such as
+        a graph that the program takes for gone. It is where it was found last, or further."""
+        now, spent = time.monotonic(), self._processor_seconds()
         used = (spent - self._spent) / max(now - self._then, 1e-3)
-        if found.mark != self.seen.mark or (used > self._moving and not waits):
+        moves = used > self._moving and not waits
+        found = Seen(self.seen.lines) if moves else seen(self.ident)
+        if moves or found.mark != self.seen.mark:
             self._since = now
         self.seen, self.stood_s, self._then, self._spent = found, now - self._since, now, spent
 
