@@ -72,9 +72,9 @@ class MainThread:
         a graph that the program takes for gone. It is where it was found last, or further."""
         now, spent = time.monotonic(), self._processor_seconds()
         used = (spent - self._spent) / max(now - self._then, 1e-3)
-        moves = used > self._moving and not waits
-        found = Seen(self.seen.lines) if moves else seen(self.ident)
-        if moves or found.mark != self.seen.mark:
+        works = used > self._moving
+        found = self.seen._replace(call="", busy="") if works else seen(self.ident)
+        if (works and not waits) or found.mark != self.seen.mark:
             self._since = now
         self.seen, self.stood_s, self._then, self._spent = found, now - self._since, now, spent
 
