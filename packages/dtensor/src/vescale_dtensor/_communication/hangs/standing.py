@@ -65,14 +65,14 @@ class MainThread:
         self._since = self._then = time.monotonic()
         self._spent = 0.0
 
-    def look(self, waits: bool) -> None:
-        """`waits`: whether it waits for another rank; it may spin then.
+    def look(self, waits: bool, came: bool = False) -> None:
+        """`waits`: whether it waits for another rank; it may spin then. `came`: whether it is known to have moved.
 
         The stack of a thread that works is left alone: whoever holds its frames keeps alive what they refer to, such as
         a graph that the program takes for gone. It is where it was found last, or further."""
         now, spent = time.monotonic(), self._processor_seconds()
         used = (spent - self._spent) / max(now - self._then, 1e-3)
-        works = used > self._moving
+        works = came or used > self._moving
         found = self.seen._replace(call="", busy="") if works else seen(self.ident)
         if (works and not waits) or found.mark != self.seen.mark:
             self._since = now
