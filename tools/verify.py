@@ -285,6 +285,10 @@ CHECKS: tuple[Check, ...] = (
     Check(
         26, 1, "compile mode over plain torch.compile", (PYTHON, "benchmarks/runtime/compile_ratio.py"), 60 * MINUTES,
     ),
+    Check(
+        48, 4, "compile mode on two ranks over eager mode",
+        (PYTHON, "benchmarks/runtime/compile_shards.py", "--deep", "32"), 60 * MINUTES,
+    ),
     Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/planning/startup.py")),
 )
 

@@ -140,7 +140,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         if first not in (None, own):
             error.add_note(f"first cause: {first}")
     _before(kind, error, trace)
-    if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if _rank() == 0 and dist.get_world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         time.sleep(2 * PATIENCE_S)  # the store is in this process: the others are to find there why it ends
 
 

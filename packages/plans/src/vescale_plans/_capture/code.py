@@ -40,6 +40,7 @@ class Region(Protocol):
     module: nn.Module
     mesh: Mesh
     backend: str
+    code: Code
     steps: Steps
     failure: str
 

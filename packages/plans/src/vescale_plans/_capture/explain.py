@@ -32,9 +32,9 @@ class Regions:
         alone = prod(mesh.sizes) == 1
         for name, module in [("", model)] if alone else blocks_of(model) or [("", model)]:
             boundaries = model._vescale.recipe.below(name).boundaries
-            steps, own = Steps(module).kind, id(module) if "forward" in module.__dict__ else 0
-            kind = (*map(type, module.modules()), *steps, repr(boundaries), own)
-            self.regions.append(Captured(module, mesh, backend, known.setdefault(kind, Code())))
+            steps, own = Steps(module), id(module) if "forward" in module.__dict__ else 0
+            kind = (*map(type, module.modules()), *steps.kind, repr(boundaries), own)
+            self.regions.append(Captured(module, mesh, backend, known.setdefault(kind, Code()), steps))
 
     @property
     def graphs(self) -> int:

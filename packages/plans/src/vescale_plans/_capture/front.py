@@ -51,15 +51,15 @@ class Captured(Alone):
         mesh: of the model.
         backend: a compiler's, by name.
         code: shared with other modules of the same class and steps.
+        steps: of the modules inside.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, backend: str, code: Code) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, backend: str, code: Code, steps: Steps) -> None:
         self.module, self.backend, self.mesh = module, backend, mesh
         self.own = module.__dict__.get("forward")
-        self.code = code
+        self.code, self.steps = code, steps
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
-        self.steps = Steps(module)
         self._stand_ins = StandIns(module)
         self.is_asking = False  # whether the compiler traces, or asks its guards
         self.failure = ""  # why the call that runs cannot be compiled
@@ -102,9 +102,11 @@ class Captured(Alone):
     def _refuse(self, kind: tuple, why: str, lasts: bool) -> None:
         if lasts:
             self.refusals[kind] = why
-        if lasts or not self.code.has_said:
-            self.code.has_said = not lasts
-            warnings.warn(f"{type(self.module).__name__} runs eagerly: {why}", CompileWarning, stacklevel=5)
+        elif self.code.has_said:
+            return
+        else:
+            self.code.has_said = True
+        warnings.warn(f"{type(self.module).__name__} runs eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _through_graph(self, args: tuple, kwargs: dict) -> Any:
         self.failure, code = "", self.code

@@ -8,7 +8,7 @@ or drawn. torch's partitioner divides what autograd makes of it, and a backend c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -232,10 +232,14 @@ def _laid_out(gradient: Tensor | None, model: Tensor, shape: Sequence[int], stri
     return made.zero_() if gradient is None else made.copy_(gradient)
 
 
-def _casting_off() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _casting_off() -> Iterator[None]:
     """A block without `torch.autocast`: what it casts, the graph has cast, and its backward is no part of it."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.autocast(kinds[0], enabled=False) if kinds else contextlib.nullcontext()
+    with contextlib.ExitStack() as off:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                off.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _keep_apart(forward: fx.GraphModule, count: int) -> list[int | None]:
