@@ -62,6 +62,7 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
     warnings.simplefilter("ignore")
     dist.distributed_c10d._set_pg_timeout(PATIENCE)
     theirs, ours = states(mib)
+    beside = dist.new_group(backend="gloo", timeout=PATIENCE)  # async_save's thread must not share the barriers' group
     found: dict[str, dict[str, list[float]]] = {part: {"DCP": [], "ours": []} for part in PARTS}
     for round_ in range(rounds + 1):
         at = {name: f"{folder}/{name}{round_}" for name in ("dcp", "own", "dcp_async", "own_async")}
@@ -77,7 +78,7 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
             },
             "asynchronous save": {
                 "DCP": lambda at=at, waiting=waiting: waiting.append(
-                    dcp.async_save(theirs, checkpoint_id=at["dcp_async"])
+                    dcp.async_save(theirs, checkpoint_id=at["dcp_async"], process_group=beside)
                 ),
                 "ours": lambda at=at: vescale.save(at["own_async"], {"model": ours}, asynchronous=True),
             },
