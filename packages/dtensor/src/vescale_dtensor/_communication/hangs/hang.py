@@ -143,14 +143,13 @@ class Watch:
 
     def _run(self) -> None:
         pause = min(max(BEAT_S, self.size / LOOKS_PER_S), max(self._bound / 4, 0.05))
-        asked, looked, newest = None, time.monotonic(), 0
+        asked, looked = None, time.monotonic()
         while not self._ended.wait(pause):
             now = time.monotonic()
             elapsed, looked = min(now - looked, 2 * pause), now
             self.ran += elapsed
             try:
-                newest, before = id(recorder.ring[-1]) if recorder.ring else 0, newest
-                self.main.look(self._wait is not None, newest != before)
+                self.main.look(self._wait is not None)
                 self._follow(now)
                 self._say()
                 if self._count < _STARTS:
