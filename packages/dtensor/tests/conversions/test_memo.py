@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 import weakref
+from collections import Counter
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ from vescale_dtensor import (
     distribute_tensor,
     reproducible,
 )
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, mesh_of, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "torch.nn.attention.flex_attention")
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
@@ -113,6 +113,7 @@ def local(name):
     return sent
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_batch_and_heads_stay_where_they_are(name):
     assert run_ranks(4, local, name, timeout=240) == [[0] * len(MASKS)] * 4

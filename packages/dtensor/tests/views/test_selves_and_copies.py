@@ -5,7 +5,7 @@ import torch
 
 from vescale_dtensor import DTensor, Shard, ViewError
 from vescale_dtensor._test_kit.oracle import placements_for, spread
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 SHAPES = {(2,): [(4,), (1,), (4, 6), (1, 2, 3, 1), (2, 2, 3, 1)], (2, 2): [(2, 1, 4, 2)]}
 BASES = {
@@ -115,6 +115,7 @@ def on_rank(name, sizes):
     return wrong
 
 
+@in_turns(3)
 @pytest.mark.parametrize("sizes", list(SHAPES), ids=str)
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_self_view_or_copy_as_on_one_device(name, sizes):

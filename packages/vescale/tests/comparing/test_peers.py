@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from vescale_dtensor.testing import in_turns
+
 SCRIPT = Path(__file__).absolute().parents[4] / "benchmarks/peers.py"
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", ["replicated", "sharded", "tensor", "1f1b", "interleaved", "checkpoint", "context"])
 def test_the_short_form_runs(case):
     done = subprocess.run([sys.executable, SCRIPT, case, "--short"], capture_output=True, text=True, timeout=600)

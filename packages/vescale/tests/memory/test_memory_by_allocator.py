@@ -7,7 +7,7 @@ import torch
 
 import vescale
 from vescale import Pipeline, Precision, dry_run
-from vescale_dtensor.testing import allocations, run_ranks, warm_up
+from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -95,6 +95,7 @@ def assert_between(predicted, measured, tolerance):
     assert least * (1 - tolerance) <= predicted <= most * (1 + tolerance + MORE), (predicted, least, most)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", list(PLANS))
 def test_the_peak_is_the_allocators(name):
     found = dry_run(PLANS[name], *of(name), torch.optim.AdamW, backend="gloo")
@@ -110,6 +111,7 @@ def test_what_zero_3_lets_go_is_not_held():
     assert found.resting.get("other", 0) < whole * 0.05
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", list(STAGES))
 def test_every_stage_of_a_pipeline(name):
     plan = STAGES[name]
@@ -133,6 +135,7 @@ HELD_TWICE = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", list(HELD_TWICE))
 def test_a_stage_holds_gradients_twice(name):
     """The sums of those before, and a microbatch's; of what ranks reduce nothing before the call is through."""

@@ -106,7 +106,7 @@ CASES = [
 ]
 
 
-@in_turns(2)
+@in_turns(4)
 @pytest.mark.parametrize(("implementation", "name", "plan", "padded"), CASES)
 def test_trains_as_on_one_device(implementation, name, plan, padded):
     ranks = 2 if plan == "tp 2" else 4

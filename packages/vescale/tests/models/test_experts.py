@@ -122,7 +122,7 @@ def test_training_equals_one_device(name, plan):
     check(run_ranks(4, compared, name, PLANS[plan]))
 
 
-@in_turns(3)
+@in_turns(6)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("plan", EVERYWHERE)
 @pytest.mark.parametrize("name", MODELS)

@@ -187,7 +187,7 @@ def _averaged(name, is_frozen, *case):
     compared(AVERAGES[name], lambda average, model: average.update_parameters(model), is_frozen, *case)
 
 
-@pytest.mark.parametrize("case", slice_of(MESHES, 2), ids=str)
+@pytest.mark.parametrize("case", slice_of(MESHES, 4), ids=str)
 @pytest.mark.parametrize("name", FOLLOWS)
 def test_a_copy_from_before_follows(name, case):
     run_ranks(ranks_of(case[0]), _followed, name, False, *case)
