@@ -94,6 +94,7 @@ COMMUNICATES = {
         "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
+        "stop",  # whether any rank was asked to end
         "timeline",  # asks for the rank
         "group",  # a process group in memory
         "store",  # the same for a store

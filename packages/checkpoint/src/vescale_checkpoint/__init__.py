@@ -14,6 +14,7 @@ from ._job import close as close
 from ._live_reshard import reshard as reshard
 from .io._retention import Retention as Retention
 from ._version import __version__ as __version__
+from .api import latest as latest
 from .api import load as load
 from .api import save as save
 from .huggingface import export_huggingface as export_huggingface

@@ -11,8 +11,9 @@ import torch
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, wait_for_save
 from ._tied import compare_tied
-from .format._step import step_number
+from .format._step import step_number, step_of, step_replaced
 from .format._text import printable
+from .io._commit import Root
 from .io._memory import without_collector
 from .io._read import Files, read_all
 from .io._retention import Retention, check_metrics
@@ -137,6 +138,28 @@ def load(
                 printable(f"the state is partly overwritten: {len(touched)} of its tensors on this rank ({shown})")
             )
         raise
+
+
+def latest(path: str | os.PathLike[str]) -> int | None:
+    """Returns the number of the newest committed step under `path`, or None where there is none yet. Call it on every
+    rank: rank 0 looks, and all ranks get its answer.
+
+        if (step := vescale.latest("runs/one")) is not None:
+            vescale.load("runs/one", state, step=step)
+
+    Raises, on all ranks alike, StorageError, and CorruptError where the newest step has lost its manifest.
+    Communication: some hundred bytes per rank through the process group's store.
+    """
+    with session_of("latest") as session:
+        root = Root(path, "latest")
+        found = b""
+        if session.rank == 0 and root.storage.exists(root.path) and (root.committed() or root.headless()):
+            found = root.resolve(None).encode()
+        name = session.gather("newest", found)[0].decode()
+    if not name:
+        return None
+    step = step_of(name)
+    return step_replaced(name) if step is None else step
 
 
 def _load(

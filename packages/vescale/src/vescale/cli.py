@@ -17,6 +17,7 @@ from ._commands.doctor import doctor
 from ._commands.plan import plan
 from ._commands.schedule import schedule
 from ._commands.timeline import timeline
+from ._commands.train import train
 from ._version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -26,6 +27,7 @@ app.command()(calibrate)
 app.command()(doctor)
 app.command()(timeline)
 app.command()(plan)
+app.command()(train)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,12 +1,12 @@
 """metrics: what one watches of a training, by step: global values, counted once.
 
-    with vescale.metrics(model, optimizer, writers=[vescale.JSONLines("run.jsonl")]) as meter:
-        for batch in loader:
-            loss = model(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(meter.step(loss))
+with vescale.metrics(model, optimizer, writers=[vescale.JSONLines("run.jsonl")]) as meter:
+    for batch in loader:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(meter.step(loss))
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Writer(Protocol):
 
 
 class JSONLines:
-    """Appends one line of JSON per step to a file."""
+    """Appends one line of JSON per step to a file. Steps that the file has already, from a run that goes on from an
+    earlier one, are replaced."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -90,6 +91,8 @@ class JSONLines:
     def write(self, step: Step) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+            self.path.write_text("".join(line for line in kept if _step_of(line) < step.step))
             self._file = self.path.open("a")
         values = {name: one if not _is_odd(one) else None for name, one in step.as_dict().items()}
         self._file.write(json.dumps(values) + "\n")
@@ -99,6 +102,13 @@ class JSONLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _step_of(line: str) -> float:
+    """Of a line that a killed run has written in part: infinite."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return json.loads(line)["step"]
+    return math.inf
 
 
 class ProgressLine:
@@ -180,6 +190,7 @@ def metrics(
     *,
     writers: Sequence[Writer] = (),
     every: int = 1,
+    start: int = 0,
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> Iterator[Meter]:
@@ -191,6 +202,7 @@ def metrics(
         optimizer: the norm of its gradients is reported, at every reported step.
         writers: receive the reported steps, on the first rank only (see `Writer`).
         every: how many steps are reported as one.
+        start: steps that were done before, of a run that goes on.
         flops_per_token: by default 6 per parameter; for experts, the share that a token meets if the model's config
             says it. Embeddings that only look up, and attention over the sequence, are not counted.
         peak_flops: of one device, in the training's dtype; by default from the data sheet of this device.
@@ -202,7 +214,7 @@ def metrics(
     """
     if every < 1:
         raise VescaleError("metrics", f"every={every} is not a number of steps", (), [("every=1", "tells each step")])
-    meter = Meter(model, tuple(writers), every, flops_per_token, peak_flops)
+    meter = Meter(model, tuple(writers), every, start, flops_per_token, peak_flops)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(meter._begins, meter._ends))
         handles = [meter._watch_calls()]
@@ -219,10 +231,11 @@ class Meter:
     """Result of `metrics`."""
 
     def __init__(
-        self, model: nn.Module, writers: tuple[Writer, ...], every: int, flops: float | None, peak: float | None
-    ) -> None:
+        self, model: nn.Module, writers: tuple[Writer, ...], every: int, start: int, flops: float | None,
+        peak: float | None,
+    ) -> None:  # fmt: skip
         self.writers = writers if _rank() == 0 else ()
-        self._model, self._every, self._steps = model, every, 0
+        self._model, self._every, self._steps = model, every, start
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._flops = _flops_per_token(model) if flops is None else flops
         self._peak = _peak(self._device, model) if peak is None else peak

@@ -1,0 +1,1 @@
+"""Training by a configuration: `vescale train config.toml`."""

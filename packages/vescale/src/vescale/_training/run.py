@@ -1,0 +1,195 @@
+"""The training of `vescale train` on every rank: the loop of a single device, which goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import vescale
+
+from .config import Config, ConfigError
+from .model import build
+from .stop import Stop, say
+from .tokens import rows_of, tokenizer_of
+
+
+def train(config: Config) -> bool:
+    """Trains to the last step, or until it is asked to stop. Returns whether it came to the last step.
+
+    Call it on every rank of torchrun, or in a process of its own. It goes on from the newest step in the checkpoint's
+    folder, on any number of ranks and under any plan.
+    """
+    torch.manual_seed(config.training.seed)
+    name = config.model.name
+    tokenizer = tokenizer_of(config.data, None if name is None or ":" in name else name)
+    with vescale.reproducible() if config.plan.reproducible else contextlib.nullcontext():
+        return _Run(config, tokenizer).to_the_end()
+
+
+class _Run:
+    """A model with its plan, optimizer and data, at some step."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        training, self.folder = config.training, Path(config.checkpoint.folder)
+        model, weights = build(config.model)
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        rows, held_out = rows_of(config.data, tokenizer, vocabulary).parted(config.data.held_out)
+        size = training.batch // training.accumulate
+        for what, some in (("train on", rows), *((("evaluate", held_out),) if config.evaluation.every else ())):
+            if len(some) < size:
+                rule = f"there are {len(some)} rows to {what}, and a batch has {size}"
+                raise ConfigError("vescale train", rule, (), [("length = ...", "shorter rows are more")])
+        plan = self.plan(model, size)
+        self.model, self.optimizer = vescale.parallelize(plan, model, self.make_optimizer, mode=config.plan.mode)
+        self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.share_of_rate)
+        load = lambda rows, **how: vescale.loader(DataLoader(rows, size, drop_last=True, **how), plan)
+        self.loader, self.held_out = load(rows, shuffle=True), load(held_out) if config.evaluation.every else None
+        self.state = {
+            "plan": plan, "model": self.model, "optimizer": self.optimizer, "rate": self.rate, "loader": self.loader,
+            "random": _generators(), "step": 0,
+        }  # fmt: skip
+        self.device = next(self.model.parameters()).device
+        self.latest = vescale.latest(self.folder)
+        if self.latest is not None:
+            vescale.load(self.folder, self.state, step=self.latest)
+            _set_generators(self.state["random"])
+        elif weights is not None:
+            vescale.load(weights, {"model": self.model})
+
+    def plan(self, model: nn.Module, rows: int) -> vescale.Plan:
+        config, world = self.config.plan, int(os.environ.get("WORLD_SIZE", 1))
+        if config.file is not None:
+            try:
+                return vescale.Plan.from_json(Path(config.file).read_text())
+            except OSError as error:
+                rule = f"plan.file = {config.file!r} cannot be read: {error}"
+                raise ConfigError("vescale train", rule, (), [("vescale plan ... --json plan.json", "")]) from error
+        dtype = getattr(torch, config.precision)
+        precision = {} if dtype is torch.float32 else {"precision": vescale.Precision(dtype)}
+        return vescale.generate_plan(
+            model, world_size=world, batch=rows, seq=self.config.data.length, hardware=config.hardware,
+            pin=config.pin, **precision,
+        )  # fmt: skip
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        config = self.config.optimizer
+        kind = getattr(torch.optim, config.name, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            rule = f"optimizer.name = {config.name!r} is no optimizer of torch.optim"
+            raise ConfigError("vescale train", rule, (), [('name = "AdamW"', "")])
+        try:
+            return kind(parameters, lr=config.lr, **config.options)
+        except (TypeError, ValueError) as error:
+            rule = f"optimizer.options do not fit {config.name}: {error}"
+            raise ConfigError("vescale train", rule, (), ()) from error
+
+    def share_of_rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of the highest."""
+        config = self.config.optimizer
+        if step < config.warmup:
+            return (step + 1) / (config.warmup + 1)
+        gone = (step - config.warmup) / max(self.config.training.steps - config.warmup, 1)
+        falls = {"cosine": (1 + math.cos(math.pi * gone)) / 2, "linear": 1 - gone, "constant": 1.0}
+        return config.floor + (1 - config.floor) * falls[config.schedule]
+
+    def to_the_end(self) -> bool:
+        config, steps = self.config, self.config.training.steps
+        begun = self.state["step"]
+        say(f"step {begun} of {steps} in {self.folder}" + (", from its checkpoint" if self.latest is not None else ""))
+        with Stop(self.folder) as stop, self.meter() as meter:
+            batches = self.batches()
+            while self.state["step"] < steps and not stop.is_asked:
+                loss = self.step(batches)
+                meter.step(loss)
+                step = self.state["step"] = self.state["step"] + 1
+                stop.ask()
+                if step % config.checkpoint.every == 0 or step == steps:
+                    self.save()
+                if config.evaluation.every and (step % config.evaluation.every == 0 or step == steps):
+                    self.evaluate(step)
+            if stop.is_asked and self.state["step"] % config.checkpoint.every and self.state["step"] != steps:
+                self.save()
+                stop.tell_time()
+        if self.state["step"] == steps and config.checkpoint.export is not None and begun < steps:
+            also = [self.tokenizer] if hasattr(self.tokenizer, "save_pretrained") else []
+            vescale.export_huggingface(config.checkpoint.export, self.model, also=also)
+            say(f"exported to {config.checkpoint.export}")
+        return self.state["step"] == steps
+
+    def step(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
+        """One step of the optimizer. Returns its loss."""
+        count, losses = self.config.training.accumulate, []
+        for _ in range(count):
+            loss = self.model(**next(batches)).loss
+            loss = loss / count if count > 1 else loss
+            loss.backward()
+            losses.append(loss.detach())
+        if self.config.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.rate.step()
+        return sum(losses[1:], losses[0])
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Epoch after epoch."""
+        while True:
+            for batch in self.loader:
+                yield self.placed(batch)
+
+    def placed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: one.to(self.device) for name, one in batch.items()}
+
+    def save(self) -> None:
+        self.state["random"] = _generators()
+        keep = vescale.Retention(last=self.config.checkpoint.keep)
+        vescale.save(self.folder, self.state, overwrite=True, retention=keep)
+
+    def evaluate(self, step: int) -> None:
+        """The mean loss of the rows that are held out; training's random numbers are left as they are."""
+        config, random = self.config.evaluation, _generators()
+        self.model.eval()
+        with torch.no_grad():
+            losses = [
+                float(self.model(**self.placed(batch)).loss) for batch, _ in zip(self.held_out, range(config.batches))
+            ]
+            say(f"step {step}  loss of rows held out {sum(losses) / len(losses):.4f}")
+            if config.prompt is not None:
+                tokens = torch.tensor(self.tokenizer([config.prompt])["input_ids"], device=self.device)
+                found = self.model.generate(input_ids=tokens, max_new_tokens=config.tokens, do_sample=False)
+                say(f"step {step}  {self.tokenizer.decode(found[0].tolist(), skip_special_tokens=True)!r}")
+        self.model.train()
+        _set_generators(random)
+
+    def meter(self) -> Any:
+        config = self.config.log
+        writers: list[Any] = [vescale.ProgressLine(), vescale.JSONLines(self.folder / "metrics.jsonl")]
+        writers += [] if config.tensorboard is None else [vescale.TensorBoard(config.tensorboard)]
+        writers += [] if config.wandb is None else [vescale.WandB(**config.wandb)]
+        begun = self.state["step"]
+        return vescale.metrics(self.model, self.optimizer, writers=writers, every=config.every, start=begun)
+
+
+def _generators() -> dict[str, Tensor]:
+    """The states that later epochs and dropout are drawn from: one device's, alike on all ranks."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator().type
+        states[device] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def _set_generators(states: dict[str, Tensor]) -> None:
+    """Those of another kind of device are left."""
+    torch.set_rng_state(states["cpu"])
+    for device in states.keys() & {getattr(torch.accelerator.current_accelerator(), "type", None)}:
+        torch.get_device_module(device).set_rng_state(states[device])

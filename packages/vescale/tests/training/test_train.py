@@ -1,0 +1,172 @@
+"""`vescale train` by one small configuration: the curve is one device's, wherever and however often it is started."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import vescale
+from vescale._training.config import read_config
+from vescale._training.model import build
+from vescale._training.run import train
+from vescale._training.script import script_of
+from vescale_dtensor.testing import run_ranks, warm_up
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+CONFIG = """
+[model]
+type = "llama"
+[model.config]
+vocab_size = 256
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+attention_dropout = 0.2
+
+[data]
+text = "%(folder)s/*.txt"
+tokenizer = "bytes"
+length = 16
+held_out = 0.2
+cache = "%(folder)s/cache"
+
+[training]
+steps = 12
+batch = 8
+accumulate = 2
+
+[optimizer]
+lr = 1e-2
+warmup = 2
+
+[plan]
+reproducible = true
+
+[checkpoint]
+folder = "%(folder)s/run"
+every = 4
+
+[evaluation]
+every = 6
+batches = 1
+
+[log]
+every = 1
+"""
+TEXT = "\n".join(f"{i} times {i} is {i * i}." for i in range(60))
+"""Some 70 rows: an epoch ends within the training."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "some.txt").write_text(TEXT)
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG % {"folder": tmp_path})
+    return path
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def trained(path: Path, *overrides: str) -> bool:
+    return train(read_config(path, overrides))
+
+
+def stopped(path: Path, after: int, *overrides: str) -> bool:
+    """Trains until the file STOP, which lies there when step `after` is told."""
+    config = read_config(path, overrides)
+    folder = Path(config.checkpoint.folder)
+    write = vescale.JSONLines.write
+
+    def watching(self, step):
+        write(self, step)
+        if step.step == after:
+            (folder / "STOP").touch()
+
+    vescale.JSONLines.write = watching
+    try:
+        return train(config)
+    finally:
+        vescale.JSONLines.write = write
+
+
+def test_the_curve_is_one_devices_to_the_bit_through_stops_and_other_meshes(config, tmp_path):
+    """With dropout, across the end of an epoch, and with evaluations in between."""
+    assert run_ranks(1, trained, config, f'checkpoint.folder="{tmp_path}/one"') == [True]
+    one = losses(tmp_path / "one")
+    assert len(one) == 12 and one[-1] < one[0] - 0.5
+    many = f'checkpoint.folder="{tmp_path}/many"'
+    assert run_ranks(2, stopped, config, 5, many) == [False, False]
+    assert 5 < vescale.latest(tmp_path / "many") < 8 and not (tmp_path / "many" / "STOP").exists()
+    assert run_ranks(1, stopped, config, 9, many) == [False]
+    assert run_ranks(4, trained, config, many, "plan.pin={tp=2, pp=1}") == [True] * 4
+    assert losses(tmp_path / "many") == one
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    return {**os.environ, "PATH": f"{scontrol.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **more}
+
+
+def test_slurms_signal_saves_and_requeues_and_the_next_start_goes_on(config, tmp_path):
+    """The command starts its own ranks; the signal reaches it alone, as `--signal=USR1@120` sends it to a job step."""
+    command = [sys.executable, "-m", "vescale", "train", str(config), "training.steps=40", "checkpoint.every=1000"]
+    slurm = environment(tmp_path, SLURM_JOB_ID="7", SLURM_PROCID="0", SLURM_STEP_NUM_NODES="1")
+    running = subprocess.Popen([*command, "--ranks", "2"], env=slurm, stderr=subprocess.PIPE, text=True)
+    told = tmp_path / "run" / "metrics.jsonl"
+    until = time.monotonic() + 300
+    while not told.exists() and running.poll() is None:
+        assert time.monotonic() < until, "no step within five minutes"
+        time.sleep(0.05)
+    running.send_signal(signal.SIGUSR1)
+    said = running.communicate(timeout=300)[1]
+    assert running.returncode == 0, said
+    assert (tmp_path / "asked").read_text() == "requeue 7\n" and "job 7 is in the queue again" in said
+    step = vescale.latest(tmp_path / "run")
+    assert step is not None and 0 < step < 40 and len(losses(tmp_path / "run")) == step
+    rest = subprocess.run([*command, "--ranks", "1"], env=slurm, capture_output=True, text=True, timeout=300)
+    assert rest.returncode == 0, rest.stderr
+    assert f"step {step} of 40" in rest.stderr and vescale.latest(tmp_path / "run") == 40
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"  # it came to its end
+    assert run_ranks(1, trained, config, "training.steps=40", f'checkpoint.folder="{tmp_path}/one"') == [True]
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+def weights(folder: Path, config: Path) -> dict[str, torch.Tensor]:
+    model, _ = build(read_config(config).model)
+    model, _ = vescale.parallelize(vescale.Plan(mesh={"dp": 1}, parameters={"*": {}}), model)
+    state = {"model": model, "step": 0}
+    vescale.load(folder, state, extra="ignore")
+    assert state["step"] == 12
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def same_weights(*given: Path) -> bool:
+    one, other = (weights(folder, given[-1]) for folder in given[:-1])
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_script_is_short_and_computes_the_same(config, tmp_path):
+    text = script_of(read_config(config, ["checkpoint.folder=own"]))
+    assert len(text.splitlines()) < 80 and "_training" not in text
+    (tmp_path / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert run_ranks(1, trained, config, f'checkpoint.folder="{tmp_path}/one"', "evaluation.every=0") == [True]
+    assert len(done.stdout.splitlines()) == 12
+    assert run_ranks(1, same_weights, tmp_path / "own", tmp_path / "one", config) == [True]
