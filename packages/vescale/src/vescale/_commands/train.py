@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from vescale_dtensor import VescaleError
 
@@ -16,6 +17,8 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Entries to replace: training.steps=50.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of this machine; one a GPU by default.")] = None,
     script: Annotated[Path | None, typer.Option(help="Write the same training as a script, and train nothing.")] = None,
+    dry_run: Annotated[int | None, typer.Option(min=1, help="Plan for so many ranks, and train nothing.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a device hour, for --dry-run.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a configuration.")] = False,
 ) -> None:
     """Trains a model by a configuration.
@@ -35,10 +38,14 @@ def train(
         remedies = [("vescale train recipes/shakespeare.toml", ""), ("vescale train --schema", "what may be said")]
         raise VescaleError("vescale train", "it names no configuration", (), remedies)
     from .._training import launch
+    from .._training.planning import foretell
     from .._training.run import train as run
     from .._training.script import script_of
 
     asked = read_config(config, overrides or ())
+    if dry_run is not None:
+        foretell(asked, dry_run, price, Console())
+        return
     if script is not None:
         script.write_text(script_of(asked))
         typer.echo(f"written to {script}")

@@ -17,6 +17,7 @@ import vescale
 
 from .config import Config, ConfigError
 from .model import build
+from .planning import plan_of
 from .stop import Stop, say
 from .tokens import rows_of, tokenizer_of
 
@@ -43,15 +44,16 @@ class _Run:
         model, weights = build(config.model)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
         rows, held_out = rows_of(config.data, tokenizer, vocabulary).parted(config.data.held_out)
-        size = training.batch // training.accumulate
+        size = training.batch
         for what, some in (("train on", rows), *((("evaluate", held_out),) if config.evaluation.every else ())):
             if len(some) < size:
                 rule = f"there are {len(some)} rows to {what}, and a batch has {size}"
                 raise ConfigError("vescale train", rule, (), [("length = ...", "shorter rows are more")])
-        plan = self.plan(model, size)
+        plan = plan_of(config, model, int(os.environ.get("WORLD_SIZE", 1)))
         self.model, self.optimizer = vescale.parallelize(plan, model, self.make_optimizer, mode=config.plan.mode)
         self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.share_of_rate)
-        load = lambda rows, **how: vescale.loader(DataLoader(rows, size, drop_last=True, **how), plan)
+        whole = {"parts": False} if plan.accumulation > 1 else {}  # what is split by rows is whole on every rank
+        load = lambda rows, **how: vescale.loader(DataLoader(rows, size, drop_last=True, **how), plan, **whole)
         self.loader, self.held_out = load(rows, shuffle=True), load(held_out) if config.evaluation.every else None
         self.state = {
             "plan": plan, "model": self.model, "optimizer": self.optimizer, "rate": self.rate, "loader": self.loader,
@@ -64,21 +66,6 @@ class _Run:
             _set_generators(self.state["random"])
         elif weights is not None:
             vescale.load(weights, {"model": self.model})
-
-    def plan(self, model: nn.Module, rows: int) -> vescale.Plan:
-        config, world = self.config.plan, int(os.environ.get("WORLD_SIZE", 1))
-        if config.file is not None:
-            try:
-                return vescale.Plan.from_json(Path(config.file).read_text())
-            except OSError as error:
-                rule = f"plan.file = {config.file!r} cannot be read: {error}"
-                raise ConfigError("vescale train", rule, (), [("vescale plan ... --json plan.json", "")]) from error
-        dtype = getattr(torch, config.precision)
-        precision = {} if dtype is torch.float32 else {"precision": vescale.Precision(dtype)}
-        return vescale.generate_plan(
-            model, world_size=world, batch=rows, seq=self.config.data.length, hardware=config.hardware,
-            pin=config.pin, **precision,
-        )  # fmt: skip
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         config = self.config.optimizer
@@ -126,11 +113,13 @@ class _Run:
         return self.state["step"] == steps
 
     def step(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
-        """One step of the optimizer. Returns its loss."""
-        count, losses = self.config.training.accumulate, []
-        for _ in range(count):
-            loss = self.model(**next(batches)).loss
-            loss = loss / count if count > 1 else loss
+        """One step of the optimizer. Returns its loss: the mean over the tokens that count."""
+        batch, plan = next(batches), self.state["plan"]
+        losses = []
+        for part in plan.parts(batch, self.model):
+            loss = self.model(**part).loss
+            if plan.accumulation > 1:
+                loss = loss * (_counted(part) / _counted(batch))
             loss.backward()
             losses.append(loss.detach())
         if self.config.optimizer.clip is not None:
@@ -177,6 +166,11 @@ class _Run:
         writers += [] if config.wandb is None else [vescale.WandB(**config.wandb)]
         begun = self.state["step"]
         return vescale.metrics(self.model, self.optimizer, writers=writers, every=config.every, start=begun)
+
+
+def _counted(batch: dict[str, Tensor]) -> int:
+    """Tokens that count in the loss of a causal model: all but the first of each row, and those that are left out."""
+    return int((batch["labels"][:, 1:] >= 0).sum())
 
 
 def _generators() -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ def script_of(config: Config) -> str:
 def _lines(config: Config, rows: Any) -> Iterator[str]:
     model, data, training, optimizer, plan = config.model, config.data, config.training, config.optimizer, config.plan
     of_ones_own = model.name is not None and ":" in model.name
-    size = training.batch // training.accumulate
     yield '"""Made by `vescale train --script`. Start it with python, or with torchrun."""'
     yield ""
     yield "import math\nimport os\n"
@@ -34,7 +33,8 @@ def _lines(config: Config, rows: Any) -> Iterator[str]:
     if of_ones_own:
         module, _, function = str(model.name).partition(":")
         yield f"from {module} import {function}"
-    yield f"\nSTEPS, ROWS, LENGTH, FOLDER = {training.steps}, {size}, {data.length}, {config.checkpoint.folder!r}\n\n"
+    yield f"\nSTEPS, ROWS, LENGTH = {training.steps}, {training.batch}, {data.length}"
+    yield f"FOLDER = {config.checkpoint.folder!r}\n\n"
     yield from _dataset(rows)
     yield "\n\ndef share(step):"
     if optimizer.warmup:
@@ -60,14 +60,18 @@ def _lines(config: Config, rows: Any) -> Iterator[str]:
         precision = "" if plan.precision == "float32" else f", precision=vescale.Precision(torch.{plan.precision})"
         yield 'ranks = int(os.environ.get("WORLD_SIZE", 1))'
         yield f"pins = {{'pin': {plan.pin!r}, 'hardware': {plan.hardware!r}}}"
-        yield f"plan = vescale.generate_plan(model, world_size=ranks, batch=ROWS, seq=LENGTH, **pins{precision})"
+        part = "ROWS" if training.accumulate == 1 else f"ROWS // {training.accumulate}"
+        yield f"plan = vescale.generate_plan(model, world_size=ranks, batch={part}, seq=LENGTH, **pins{precision})"
+    if training.accumulate > 1:
+        yield f"plan = plan.override(accumulation=plan.accumulation * {training.accumulate})"
     given = f"lr={optimizer.lr}{_arguments(optimizer.options)}"
     yield f"make = lambda parameters: torch.optim.{optimizer.name}(parameters, {given})"
     yield f"model, optimizer = vescale.parallelize(plan, model, make, mode={plan.mode!r})"
     yield "rate = torch.optim.lr_scheduler.LambdaLR(optimizer, share)"
     count = round(len(rows) * data.held_out) if data.held_out else 0
     yield f"data = Rows({len(rows) - count})"
-    yield "loader = vescale.loader(torch.utils.data.DataLoader(data, ROWS, shuffle=True, drop_last=True), plan)"
+    yield "loader = torch.utils.data.DataLoader(data, ROWS, shuffle=True, drop_last=True)"
+    yield "loader = vescale.loader(loader, plan, parts=False)"
     yield 'state = {"plan": plan, "model": model, "optimizer": optimizer, "rate": rate, "loader": loader}'
     yield 'state |= {"random": {"cpu": torch.get_rng_state()}, "step": 0}'
     yield "if (latest := vescale.latest(FOLDER)) is not None:"
@@ -76,16 +80,16 @@ def _lines(config: Config, rows: Any) -> Iterator[str]:
     if model.name is not None and model.weights and not of_ones_own:
         yield f"else:\n    vescale.load({model.name!r}, {{'model': model}})"
     yield "device = next(model.parameters()).device\n"
-    yield "parts = 0"
     yield "while state['step'] < STEPS:\n    for batch in loader:"
-    yield "        loss = model(**{name: one.to(device) for name, one in batch.items()}).loss"
-    yield f"        {'loss' if training.accumulate == 1 else f'(loss / {training.accumulate})'}.backward()"
-    if training.accumulate > 1:
-        yield f"        if (parts := parts + 1) % {training.accumulate}:\n            continue"
+    yield "        batch = {name: one.to(device) for name, one in batch.items()}"
+    yield "        losses, count = [], lambda batch: int((batch['labels'][:, 1:] >= 0).sum())"
+    yield "        for part in plan.parts(batch, model):"
+    yield "            losses.append(model(**part).loss * (count(part) / count(batch)))"
+    yield "            losses[-1].backward()"
     if optimizer.clip is not None:
         yield f"        torch.nn.utils.clip_grad_norm_(model.parameters(), {optimizer.clip})"
     yield "        optimizer.step()\n        optimizer.zero_grad()\n        rate.step()"
-    yield "        step = state['step'] = state['step'] + 1\n        print(step, loss.item())"
+    yield "        step = state['step'] = state['step'] + 1\n        print(step, sum(losses).item())"
     yield f"        if step % {config.checkpoint.every} == 0 or step == STEPS:"
     yield "            state['random'] = {'cpu': torch.get_rng_state()}"
     keep = f"retention=vescale.Retention(last={config.checkpoint.keep})"
