@@ -148,7 +148,7 @@ def test_slurms_signal_saves_and_requeues_and_the_next_start_goes_on(config, tmp
 
 
 def weights(folder: Path, config: Path) -> dict[str, torch.Tensor]:
-    model, _ = build(read_config(config).model)
+    model = build(read_config(config).model)
     model, _ = vescale.parallelize(vescale.Plan(mesh={"dp": 1}, parameters={"*": {}}), model)
     state = {"model": model, "step": 0}
     vescale.load(folder, state, extra="ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -13,10 +14,13 @@ import vescale
 from .config import ConfigError, Model
 
 
-def build(config: Model) -> tuple[nn.Module, str | None]:
-    """Returns the model, its parameters not made yet where that can be, and the folder of weights to load, or None."""
-    if config.name is not None and ":" in config.name:
-        module, _, function = config.name.partition(":")
+def build(config: Model, *, runs: bool = True) -> nn.Module:
+    """Returns the model, its parameters not made yet where they can be made or loaded later: see `weights_of`.
+
+    runs: False for a model of which only shapes count.
+    """
+    if _function(config):
+        module, _, function = str(config.name).partition(":")
         sys.path.insert(0, os.getcwd())
         try:
             make = getattr(importlib.import_module(module), function)
@@ -26,31 +30,48 @@ def build(config: Model) -> tuple[nn.Module, str | None]:
         finally:
             sys.path.remove(os.getcwd())
         with vescale.deferred_init():
-            return make(**config.config), None
+            return make(**config.config)
     import transformers
 
+    kind = transformers.AutoModelForCausalLM
     try:
         if config.type is not None:
             settings = transformers.AutoConfig.for_model(config.type, **config.config)
         else:
             settings = transformers.AutoConfig.from_pretrained(config.name, **config.config)
+        settings.use_cache = False
+        if config.lora and runs and config.name is not None and config.weights:
+            model = kind.from_pretrained(config.name, config=settings)
+        else:
+            with vescale.deferred_init():
+                model = kind.from_config(settings)
     except Exception as error:  # of many types
-        rule = f"[model] names no configuration of transformers: {error}"
+        rule = f"[model] names no model of transformers: {str(error).splitlines()[0]}"
         raise ConfigError("vescale train", rule, (), [('type = "llama"', "with random weights")]) from error
-    settings.use_cache = False
-    if config.lora:
-        import peft
+    if not config.lora:
+        return model
+    import peft
 
-        kind = transformers.AutoModelForCausalLM
-        has_weights = config.name is not None and config.weights
-        model = kind.from_pretrained(config.name, config=settings) if has_weights else kind.from_config(settings)
-        return peft.get_peft_model(model, peft.LoraConfig(**config.lora)), None
-    with vescale.deferred_init():
-        model = transformers.AutoModelForCausalLM.from_config(settings)
-    if config.name is None or not config.weights:
-        return model, None
+    with contextlib.nullcontext() if runs and config.weights else vescale.deferred_init():
+        return peft.get_peft_model(model, peft.LoraConfig(**config.lora))
+
+
+def weights_of(config: Model) -> str | None:
+    """Returns the folder of the weights that a model of `build` has yet to load; None where they are its own."""
+    if _function(config) or config.name is None or not config.weights or config.lora:
+        return None
     if os.path.isdir(config.name):
-        return model, config.name
+        return config.name
     from huggingface_hub import snapshot_download
 
-    return model, snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"])
+    try:
+        return snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"])
+    except Exception as error:  # of the hub's, of many types
+        rule = f"model.name = {config.name!r} is no folder, and the hub does not give it: {str(error).splitlines()[0]}"
+        raise ConfigError(
+            "vescale train", rule, (), [("weights = false", "random ones"), ('name = "folder"', "")]
+        ) from error
+
+
+def _function(config: Model) -> bool:
+    return config.name is not None and ":" in config.name

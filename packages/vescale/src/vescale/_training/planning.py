@@ -46,17 +46,18 @@ def foretell(config: Config, ranks: int, price: float | None, console: Console) 
     price: of a device hour, in any currency.
     """
     training = config.training
-    plan = _given(config, build(config.model)[0], ranks)
+    plan = _given(config, build(config.model, runs=False), ranks)
     if config.plan.file is not None:
         console.print(str(plan), highlight=False, markup=False)
         return
     told = plan.explain()
     console.print(told)
     seconds, batch = told.chosen.cost.total * training.accumulate, training.batch * config.data.length
-    hours = seconds * training.steps * ranks / 3600
+    lasts = seconds * training.steps / 3600
+    time, hours = f"{lasts / 24:.1f} days" if lasts >= 48 else f"{lasts:.1f} hours", lasts * ranks
     console.print(
         f"{training.steps:,} steps of {batch:,} tokens: {batch * training.steps:.3g} tokens in "
-        f"{seconds * training.steps / 86400:.3g} days, {hours:,.1f} device hours"
+        f"{time}, {hours:,.0f} device hours"
         + (f", {hours * price:,.0f} at {price:g} an hour" if price is not None else ""),
         highlight=False,
     )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import vescale
 
 from .config import Config, ConfigError
-from .model import build
+from .model import build, weights_of
 from .planning import plan_of
 from .stop import Stop, say
 from .tokens import rows_of, tokenizer_of
@@ -41,7 +41,7 @@ class _Run:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
         training, self.folder = config.training, Path(config.checkpoint.folder)
-        model, weights = build(config.model)
+        model = build(config.model)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
         rows, held_out = rows_of(config.data, tokenizer, vocabulary).parted(config.data.held_out)
         size = training.batch
@@ -64,7 +64,7 @@ class _Run:
         if self.latest is not None:
             vescale.load(self.folder, self.state, step=self.latest)
             _set_generators(self.state["random"])
-        elif weights is not None:
+        elif (weights := weights_of(config.model)) is not None:
             vescale.load(weights, {"model": self.model})
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
