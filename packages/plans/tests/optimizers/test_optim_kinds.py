@@ -321,3 +321,36 @@ def test_states_are_made_early_without_the_users_hooks():
 
     for kind in (Adan, torch.optim.AdamW):
         assert float(run_ranks(2, states, kind, True, refuse)[0]["step"]) == 0, kind
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_all_that_an_optimizer_holds_is_replaced_after_parallelize(zero, kind):
+    """A head that was exchanged, and is all that is trained from then on."""
+
+    def trained(parallel):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
+        if parallel:
+            model, optimizer = parallelize(Plan({"dp": 2}, {"*": {}}, zero=zero), model, lambda p: kind(p, lr=0.1))
+        else:
+            optimizer = kind(model.parameters(), lr=0.1)
+        head = nn.Linear(3, 2)
+        optimizer.param_groups[0]["params"] = list(head.parameters())
+        optimizer.state.clear()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            head(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        if parallel:
+            with pytest.raises(PlanError, match="did not have when it was parallelized"):
+                optimizer.sharded_state_dict()
+        return head.weight.detach(), optimizer.state_dict()["state"]
+
+    weight, state = trained(False)
+    for found, held in run_ranks(2, trained, True):
+        assert torch.equal(found, weight) and held.keys() == state.keys()
+        for own, other in zip(held.values(), state.values()):
+            torch.testing.assert_close(own, other)

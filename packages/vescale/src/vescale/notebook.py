@@ -57,7 +57,8 @@ class Cells:
     def simulate(self, line: str, cell: str) -> Any:
         """%%simulate [RANKS]: the cell's code on every rank of a world of RANKS (8), in the notebook's own process.
 
-        The world lives on with its models, until a cell asks for another number of ranks, or raises. A cell reads what
+        The world lives on with its models, until a cell asks for another number of ranks, or raises on some ranks what
+        the others do not: the next cell says so, and begins anew. A cell reads what
         simulated cells before it have set, each rank its own, and the notebook's other names; of models, tensors and
         containers among these every rank gets a copy, when the name was set. Functions of the notebook's other cells
         keep seeing the notebook's names: give them what they are to work on. Afterwards `ranks[3]` holds what rank 3
@@ -86,8 +87,11 @@ class Cells:
                 exec(code, self._spaces[rank])
                 return None if last is None else eval(last, self._spaces[rank])
 
-        values = world.call(run, is_last=False)
-        self._take_back(before)
+        try:
+            values = world.call(run, is_last=False)
+        finally:
+            if not world.has_ended:
+                self._take_back(before)
         _tell_others([one.getvalue() for one in printed])
         _tell_others([repr(value) for value in values])
         return values[0]
@@ -97,6 +101,8 @@ class Cells:
         if world is None or world.has_ended or world.ranks != ranks:
             if world is not None and not world.has_ended:
                 world.call(lambda rank: None, is_last=True)
+            if world is not None and world.why:
+                print(f"%%simulate: the ranks of earlier cells are gone, with what these set: {world.why}")
             for name in self._set:  # of a world that is gone
                 if name in self._shared and self._names.get(name) is self._shared[name]:
                     del self._names[name]

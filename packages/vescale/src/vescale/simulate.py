@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor import MeshError
+from vescale_dtensor import CommunicationError, MeshError
 from vescale_dtensor.engine import simulated
 
 from ._machine._torch_private import _set_thread_isolation_mode, c10d_world, is_registered, leave_unrecorded
@@ -68,6 +68,7 @@ class World:
         if ranks < 1:
             raise MeshError("simulate", f"{ranks} ranks: at least one is needed", (), [("ranks=8", "")])
         self.ranks, self.has_ended = ranks, False
+        self.why = ""  # what ended it, if an error did
         self._first_group = next(_worlds) * _MOST_GROUPS  # torch knows groups of all worlds of a thread by number
         self._turns: Turns | None = None
         self._boards: dict[str, Board] = {}
@@ -77,7 +78,8 @@ class World:
         self._done = threading.Semaphore(0)
 
     def call(self, function: Callable[[int], Any], *, is_last: bool) -> list[Any]:
-        """The results of `function(rank)` on every rank. With `is_last`, or where one raises, the world ends."""
+        """The results of `function(rank)` on every rank. With `is_last` the world ends, or where one raises what the
+        others do not; an error that all raise alike, with nothing under way, leaves it."""
         results: list[Any] = [None] * self.ranks
         with self._entered() as turns, one_processor() as bind:
 
@@ -95,9 +97,12 @@ class World:
                 except Ended:
                     pass
                 except BaseException as error:
-                    turns.fail(rank, error)
+                    if is_last or not isinstance(error, Exception):
+                        turns.fail(rank, error)
+                    else:
+                        turns.raised[rank] = error  # the others may raise the same
                 finally:
-                    if is_last or turns.failure is not None:
+                    if is_last:
                         with contextlib.suppress(Exception):
                             dist.destroy_process_group()
                     turns.end(rank)
@@ -107,15 +112,29 @@ class World:
             run(0)
             for _ in range(1, self.ranks):
                 self._done.acquire()
-        if is_last or turns.failure is not None:
+        failed, failure = turns.failed, turns.failure
+        if failure is None and turns.raised:
+            failed, failure = next(iter(turns.raised.items()))
+        if is_last:
             self.has_ended = True
             for calls in self._calls[1:]:
                 calls.put(None)
-        if turns.failure is not None:
-            if isinstance(turns.failure, Exception):
-                turns.failure.add_note(f"(raised on rank {turns.failed} of {self.ranks}, simulated)")
-            raise turns.failure
+        elif failure is not None and not self._is_alike(turns):
+            text = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+            self.why = f"rank {failed} raised {text}"
+            with contextlib.suppress(CommunicationError):
+                self.call(lambda rank: None, is_last=True)
+        if failure is not None:
+            if isinstance(failure, Exception):
+                failure.add_note(f"(raised on rank {failed} of {self.ranks}, simulated)")
+            raise failure
         return results
+
+    def _is_alike(self, turns: Turns) -> bool:
+        """True if all ranks have raised the same, and nothing that some of them began waits for others."""
+        kinds = {(type(error), str(error)) for error in turns.raised.values()}
+        is_over = not any(board.open or any(board.sent.values()) for board in self._boards.values())
+        return turns.failure is None and len(turns.raised) == self.ranks and len(kinds) == 1 and is_over
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[Turns]:

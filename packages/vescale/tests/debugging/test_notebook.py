@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale import MeshError, notebook
+from vescale import CommunicationError, MeshError, notebook
 from vescale_dtensor.testing import in_turns, slice_of
 
 NOTEBOOK = Path(__file__).absolute().parents[4] / "examples/notebook/four_ranks.ipynb"
@@ -56,7 +56,37 @@ def test_a_world_lives_from_cell_to_cell(shell: Shell, capsys: pytest.CaptureFix
     assert "add" not in names
 
 
-def test_a_cell_that_raises_ends_its_world(shell: Shell) -> None:
+def test_a_cell_that_all_ranks_break_alike_leaves_the_world(shell: Shell, capsys: pytest.CaptureFixture) -> None:
+    run = shell.magics["simulate"]
+    run("3", "own = torch.full((2,), 1.0 + dist.get_rank())")
+    with pytest.raises(NameError, match="tpyo"):
+        run("3", "later = own * 2\ndist.all_reduce(own)\ntpyo")
+    assert run("3", "dist.all_reduce(later)\nown.tolist(), later.tolist()") == ([6.0, 6.0], [12.0, 12.0])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("if dist.get_rank() == 1: raise ValueError('one')", "rank 1 raised ValueError: one"),
+        ("raise ValueError(dist.get_rank())", "rank 0 raised ValueError: 0"),
+        ("if dist.get_rank(): dist.send(own, 0)\nraise ValueError('sent')", "rank 0 raised ValueError: sent"),
+        ("if dist.get_rank(): dist.barrier()", "rank 2 raised CommunicationError: simulate: every rank is waiting"),
+    ],
+)
+def test_a_world_whose_ranks_have_parted_is_gone(
+    shell: Shell, capsys: pytest.CaptureFixture, cell: str, why: str
+) -> None:
+    run = shell.magics["simulate"]
+    run("3", "own = torch.ones(2)")
+    with pytest.raises((ValueError, MeshError, CommunicationError)):
+        run("3", cell)
+    assert run("3", "'own' in globals()") is False
+    assert why in capsys.readouterr().out
+    assert run("3", "one = torch.ones(1)\ndist.all_reduce(one)\none.item()") == 3.0 and not capsys.readouterr().out
+
+
+def test_a_cell_that_raises_ends_its_world(shell: Shell, capsys: pytest.CaptureFixture) -> None:
     run = shell.magics["simulate"]
     run("2", "x = 1")
     with pytest.raises(ValueError, match="broken") as error:
@@ -64,6 +94,7 @@ def test_a_cell_that_raises_ends_its_world(shell: Shell) -> None:
     assert error.value.__notes__ == ["(raised on rank 1 of 2, simulated)"]
     with pytest.raises(NameError, match="x"):
         run("2", "x")
+    assert "are gone, with what these set: rank 1 raised ValueError: broken" in capsys.readouterr().out
     with pytest.raises(MeshError, match="'many' is not a number of ranks"):
         run("many", "x")
 

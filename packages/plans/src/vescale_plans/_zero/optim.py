@@ -233,7 +233,7 @@ class Sharded(ShardedStates):
     def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
         state, twin = self.state, self._twin
-        in_order = len(before) == len(state) and all(map(is_, state, before))
+        in_order = 0 < len(before) == len(state) and all(map(is_, state, before))
         if not (in_order and all(map(is_, twin, after)) and _holds_the_same(twin, state)):
             if not in_order:  # some have none, or stand in another order
                 other = dict(zip(before, after))

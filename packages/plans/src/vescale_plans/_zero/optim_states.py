@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import attach, convert, convert_plain, local_only
 
+from .._plan.parts import PlanError
 from .matrix import Owners
 from .optim_shown import ShownState, ShownStates
 from .sharded_parameter import ShardedParameter
@@ -67,6 +68,20 @@ class ShardedStates:
         finally:
             self._is_inside = before
 
+    def _name_of(self, parameter: Tensor) -> str:
+        name = self._parameter_names.get(id(parameter))
+        if name is None:
+            raise PlanError(
+                "optimizer.sharded_state_dict",
+                "the optimizer holds a parameter that the model did not have when it was parallelized: it has no name",
+                [f"parameter  {list(parameter.shape)}"],
+                [
+                    ("optimizer.state_dict()", "holds it by its place in the groups"),
+                    ("put it into the model before parallelize", "it is sharded then, and has a name"),
+                ],
+            )
+        return name
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the
         real memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
@@ -119,10 +134,10 @@ class ShardedStates:
         """
         if materialize and not self._on_dtensors:
             self._materialize()
-        state = {self._parameter_names[id(parameter)]: dict(values) for parameter, values in self.state.items()}
+        state = {self._name_of(parameter): dict(values) for parameter, values in self.state.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"params": [self._parameter_names[id(parameter)] for parameter in group["params"]]}
+            | {"params": [self._name_of(parameter) for parameter in group["params"]]}
             for group in self.param_groups
         ]
         return {"state": state, "param_groups": groups}
@@ -137,12 +152,12 @@ class ShardedStates:
         by_name = {name: group for group in state["param_groups"] for name in group["params"]}
         are_as_many = len(state["param_groups"]) == len(self.param_groups)
         for place, group in enumerate(self.param_groups):
-            saved = next((by_name.get(self._parameter_names[id(p)]) for p in group["params"]), None)
+            saved = next((by_name.get(self._name_of(p)) for p in group["params"]), None)
             if are_as_many and not group["params"]:  # of a pipeline's stage that trains nothing
                 saved = state["param_groups"][place]
             if saved is not None:
                 group.update({key: value for key, value in saved.items() if key != "params"})
-        parameters = {self._parameter_names[id(p)]: p for group in self.param_groups for p in group["params"]}
+        parameters = {self._name_of(p): p for group in self.param_groups for p in group["params"]}
         for name, values in state["state"].items():
             own = self._held_states[parameters[name]]
             for key, value in values.items():

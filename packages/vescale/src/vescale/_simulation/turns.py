@@ -44,6 +44,7 @@ class Turns:
         self.ranks = ranks
         self.failure: BaseException | None = None
         self.failed = 0
+        self.raised: dict[int, Exception] = {}  # by ranks that have come to their end so, while the others went on
         self.current = 0
         self._tokens = [threading.Lock() for _ in range(ranks)]
         for token in self._tokens:
@@ -60,6 +61,7 @@ class Turns:
     def start(self) -> None:
         """All ranks are about to begin, for the first time or again."""
         self._waits, self._ended = [None] * self.ranks, [False] * self.ranks
+        self.failure, self.raised = None, {}
         self._threads, self.current = {threading.get_ident(): 0}, 0
         self._lately = list(range(self.ranks))
         self._asks_since = self._asked_at = 0.0
@@ -83,9 +85,9 @@ class Turns:
             self._give(following)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Ends all ranks, each at its next wait; the first cause counts."""
+        """Ends all ranks, each at its next wait; the first cause counts: what others have raised before."""
         if self.failure is None:
-            self.failure, self.failed = error, rank
+            self.failed, self.failure = next(iter(self.raised.items()), (rank, error))
 
     # --- waiting
 
@@ -109,7 +111,7 @@ class Turns:
             error = self._deadlock()
             self.fail(rank, error)
             self._waits[rank] = None
-            raise error
+            raise Ended if self.raised else error
         self._hand_over(rank, following)
         self._waits[rank] = None
         if self.failure is not None:
@@ -147,7 +149,7 @@ class Turns:
             error = self._deadlock()
             self.fail(rank, error)
             self._waits[rank] = None
-            raise error
+            raise Ended if self.raised else error
         if following not in (None, rank):
             self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True, True))
 
