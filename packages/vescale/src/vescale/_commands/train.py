@@ -38,13 +38,15 @@ def train(
         remedies = [("vescale train recipes/shakespeare.toml", ""), ("vescale train --schema", "what may be said")]
         raise VescaleError("vescale train", "it names no configuration", (), remedies)
     from .._training import launch
-    from .._training.planning import foretell
+    from .._training.planning import foretold
     from .._training.run import train as run
     from .._training.script import script_of
 
     asked = read_config(config, overrides or ())
     if dry_run is not None:
-        foretell(asked, dry_run, price, Console())
+        told, console = foretold(asked, dry_run), Console()
+        console.print(told.why)
+        console.print(told.summary(price), highlight=False)
         return
     if script is not None:
         script.write_text(script_of(asked))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 import vescale
@@ -40,24 +41,49 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
     )
 
 
-def foretell(config: Config, ranks: int, price: float | None, console: Console) -> None:
-    """Prints the plan for so many ranks of `plan.hardware`, why it was chosen, and what the run takes.
+@dataclass(frozen=True)
+class Foretold:
+    """What a run takes by the planner's formulas. `seconds`: of a step. `gib`: of the fullest device."""
 
-    price: of a device hour, in any currency.
+    why: Any
+    seconds: float
+    gib: float
+    steps: int
+    tokens: int
+    ranks: int
+
+    @property
+    def plan(self) -> str:
+        return str(self.why.chosen.candidate)
+
+    @property
+    def hours(self) -> float:
+        return self.seconds * self.steps / 3600
+
+    @property
+    def device_hours(self) -> float:
+        return self.hours * self.ranks
+
+    def summary(self, price: float | None) -> str:
+        """price: of a device hour, in any currency."""
+        lasts = f"{self.hours / 24:.1f} days" if self.hours >= 48 else f"{self.hours:.1f} hours"
+        costs = f", {self.device_hours * price:,.0f} at {price:g} an hour" if price is not None else ""
+        batch, total = self.tokens, self.tokens * self.steps
+        return (
+            f"{self.steps:,} steps of {batch:,} tokens: {total:.3g} tokens in {lasts}, "
+            f"{self.device_hours:,.0f} device hours{costs}"
+        )
+
+
+def foretold(config: Config, ranks: int) -> Foretold:
+    """Plans the training for so many ranks of `plan.hardware`, without weights, data or devices.
+
+    Raises ConfigError for a plan that is not generated: nothing weighs it.
     """
-    training = config.training
-    plan = _given(config, build(config.model, runs=False), ranks)
     if config.plan.file is not None:
-        console.print(str(plan), highlight=False, markup=False)
-        return
-    told = plan.explain()
-    console.print(told)
-    seconds, batch = told.chosen.cost.total * training.accumulate, training.batch * config.data.length
-    lasts = seconds * training.steps / 3600
-    time, hours = f"{lasts / 24:.1f} days" if lasts >= 48 else f"{lasts:.1f} hours", lasts * ranks
-    console.print(
-        f"{training.steps:,} steps of {batch:,} tokens: {batch * training.steps:.3g} tokens in "
-        f"{time}, {hours:,.0f} device hours"
-        + (f", {hours * price:,.0f} at {price:g} an hour" if price is not None else ""),
-        highlight=False,
-    )
+        remedies = [("without plan.file", "a plan is generated and weighed"), ("vescale.predict(plan, ...)", "")]
+        raise ConfigError("vescale train", "--dry-run weighs plans that it generates", (), remedies)
+    training = config.training
+    why = _given(config, build(config.model, runs=False), ranks).explain()
+    seconds, gib = why.chosen.cost.total * training.accumulate, why.chosen.memory.total / 2**30
+    return Foretold(why, seconds, gib, training.steps, training.batch * config.data.length, ranks)
