@@ -1,14 +1,212 @@
-"""Effects of a run of a user's forward: numbers that it has drawn."""
+"""Effects of a run of a user's forward: what it leaves in modules and in what these hold, and which numbers it draws.
+
+A run may leave something in attributes and buffers, in containers and tensors that these hold, and in objects of users'
+classes that they lead to, such as one that collects losses for several blocks. `Kept` is all of that as it is now.
+"""
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections import UserDict, deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+
+from ._torch_private import DisableTorchFunctionSubclass
+from .values import parts, refill, same
+
+_MACHINERY = frozenset(nn.Module().__dict__) - {"training"}
+_CONTAINERS = (list, dict, set, deque, UserDict)
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "tokenizers"}
+"""Packages whose objects keep nothing of a forward."""
+_ABSENT = object()
+
+
+class Slot(NamedTuple):
+    """A place where a run may leave something: an attribute or a buffer of a module, or an attribute of an object that
+    modules lead to. `name` is for people."""
+
+    owner: Any
+    leaf: str
+    name: str
+    is_buffer: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and self.owner is other.owner and self[1::2] == other[1::2]
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.leaf))  # an object of a user's may have no hash
+
+    def get(self) -> Any:
+        """Returns what it holds; an object of its own for nothing, which `put` takes for that."""
+        return self._holder.get(self.leaf, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Makes it hold `value`: a container that is there is filled anew, in place, for others may hold it, too."""
+        now = self.get()
+        if type(now) is not type(value) or not isinstance(now, _CONTAINERS):
+            self.replace(value)
+        elif now is not value:
+            _fill(now, _content(value))
+
+    def replace(self, value: Any) -> None:
+        """Makes it hold this object."""
+        if value is _ABSENT:
+            self._holder.pop(self.leaf, None)
+        else:
+            self._holder[self.leaf] = value
+
+    @property
+    def _holder(self) -> dict[str, Any]:
+        return self.owner._buffers if self.is_buffer else self.owner.__dict__
+
+
+class Kept:
+    """Everything that a run of `model` may leave something in, but parameters, as it is now.
+
+    Cost: a copy of every tensor in it.
+
+    Arguments:
+        ignored: attributes that are not looked at.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._ignored = _MACHINERY.union(ignored)
+        self._owners: dict[int, tuple[str, Any]] = {}
+        self._leads: dict[int, list[int]] = {}  # an owner -> objects that its attributes hold
+        self._was: dict[int, dict[Slot, Any]] = {}  # by owner
+        self._inside: dict[Slot, dict[int, tuple[Any, dict]]] = {}  # the containers in a slot's value, with contents
+        self._tensors: dict[int, _Held] = {}
+        waiting = list(model.named_modules())
+        for name, owner in waiting:
+            if id(owner) in self._owners:
+                continue
+            self._owners[id(owner)], met = (name, owner), len(waiting)
+            self._was[id(owner)] = dict(self._attributes(name, owner))
+            for slot, value in self._was[id(owner)].items():
+                containers: dict[int, tuple[Any, dict]] = {}
+                self._look(value, slot.name, containers, waiting)
+                if containers:
+                    self._inside[slot] = containers
+            self._leads[id(owner)] = [id(held) for _, held in waiting[met:]]
+
+    def held(self, within: nn.Module | None = None) -> Iterator[tuple[Slot, Any]]:
+        """Yields every slot, of the whole model or of a module in it, with what it holds by now, be it nothing."""
+        waiting, met = [*self._owners] if within is None else [id(module) for module in within.modules()], set()
+        for at in waiting:
+            if at in self._owners and at not in met:
+                met.add(at)
+                waiting += self._leads[at]
+                now = dict(self._attributes(*self._owners[at]))
+                yield from now.items()
+                yield from ((slot, _ABSENT) for slot in self._was[at] if slot not in now)
+
+    def changed(self, within: nn.Module | None = None) -> list[Slot]:
+        """Returns the slots that hold other things than they did, of the whole model or of a module in it."""
+        held = self.held(within)
+        return [slot for slot, now in held if not same(now, self._before(slot)) or self._is_refilled(slot)]
+
+    def refilled(self) -> list[Slot]:
+        """Returns the slots of the whole model that hold a container that holds other things than it did."""
+        return [slot for slot in self._inside if self._is_refilled(slot)]
+
+    def restore(self) -> None:
+        """Makes everything as it was: the same objects hold the same."""
+        for slot, now in list(self.held()):
+            if now is not (before := self._before(slot)):
+                slot.replace(before)
+        for container, content in (one for inside in self._inside.values() for one in inside.values()):
+            if not _holds(container, content, operator.is_):
+                _fill(container, content)
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for held in self._tensors.values():
+                held.restore()
+
+    def _attributes(self, name: str, owner: Any) -> Iterator[tuple[Slot, Any]]:
+        prefix = f"{name}." if name else ""
+        for leaf, value in list(owner.__dict__.items()):
+            if leaf not in self._ignored and not isinstance(value, (nn.Module, nn.Parameter)):
+                yield Slot(owner, leaf, prefix + leaf), value
+        for leaf, value in list(owner._buffers.items()) if isinstance(owner, nn.Module) else ():
+            yield Slot(owner, leaf, prefix + leaf, True), value
+
+    def _look(self, value: Any, name: str, containers: dict, objects: list[tuple[str, Any]]) -> None:
+        """Notes what is in an attribute's value."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._tensors and not isinstance(value, nn.Parameter):
+                with DisableTorchFunctionSubclass():
+                    if not value.is_meta and value.layout is torch.strided:
+                        self._tensors[id(value)] = _Held(value, _version(value), value.detach().clone())
+            return
+        if _is_object(value):
+            objects.append((name, value))
+        if isinstance(value, (tuple, *_CONTAINERS)) and id(value) not in containers:
+            content = _content(value)
+            containers[id(value)] = value, content
+            for item in content.values():
+                self._look(item, name, containers, objects)
+
+    def _before(self, slot: Slot) -> Any:
+        return self._was[id(slot.owner)].get(slot, _ABSENT)
+
+    def _is_refilled(self, slot: Slot) -> bool:
+        return any(not _holds(*one) for one in self._inside.get(slot, {}).values())
+
+
+class _Held(NamedTuple):
+    """A tensor, with its version and its values: kernels of batch normalization count no write."""
+
+    tensor: Tensor
+    version: int | None
+    values: Tensor
+
+    def restore(self) -> None:
+        now = self.tensor
+        if now.shape != self.values.shape or now.dtype != self.values.dtype:
+            now.data = self.values
+        elif _version(now) != self.version or not torch.equal(now, self.values):
+            now.data.copy_(self.values)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Returns how often it was written in place; None for one of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _content(container: Any) -> dict[Any, Any]:
+    return dict.fromkeys(container) if isinstance(container, set) else dict(parts(container) or {})
+
+
+def _holds(container: Any, content: dict[Any, Any], alike: Callable[[Any, Any], bool] = same) -> bool:
+    now = _content(container)
+    return now.keys() == content.keys() and all(alike(item, content[key]) for key, item in now.items())
+
+
+def _fill(container: Any, content: dict[Any, Any]) -> None:
+    if isinstance(container, set):
+        container.clear()
+        container.update(content)
+    else:
+        refill(container, content)
+
+
+def _is_object(value: Any) -> bool:
+    """True for an object of a user's that has attributes."""
+    kind = type(value)
+    if kind in (SimpleNamespace, Namespace):
+        return True
+    root = kind.__module__.partition(".")[0]
+    if root in _LIBRARIES or root.startswith("vescale") or isinstance(value, (nn.Module, Tensor, type, Enum)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
 
 
 def python_states() -> dict[str, Any]:

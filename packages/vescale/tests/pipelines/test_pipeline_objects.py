@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
@@ -55,6 +56,23 @@ class Numbers(Block):
 class Nested(Block):
     def leave(self, x):
         self.held.inner[0].loss = x.square().mean()
+
+
+class Counted(Block):
+    """Counts its calls in a tensor that is no buffer, written in place, and in what containers hold."""
+
+    def __init__(self, held):
+        super().__init__(held)
+        self.seen, self.last, self.inner = torch.zeros(()), deque(maxlen=5), {"calls": [0]}
+
+    def forward(self, x):
+        self.seen += 1
+        self.last.append(0)
+        self.inner["calls"][0] += 1
+        return super().forward(x) * (1 + 0.01 * self.seen + 0.02 * len(self.last) + 0.03 * self.inner["calls"][0])
+
+    def leave(self, x):
+        pass
 
 
 class Global(Block):
@@ -139,7 +157,7 @@ def compared(build, kind, cuts, schedule, virtual):
 PLANS = [(("blocks.2",), "1f1b", 1), (("blocks.1", "blocks.2", "blocks.3"), "zbv", 2)]
 
 
-@pytest.mark.parametrize("kind", [Lists, Numbers, Nested])
+@pytest.mark.parametrize("kind", [Lists, Numbers, Nested, Counted])
 @pytest.mark.parametrize(("cuts", "schedule", "virtual"), PLANS)
 def test_what_blocks_leave_in_an_object_is_there_on_every_stage(kind, cuts, schedule, virtual):
     assert run_ranks(2, compared, Model, kind, cuts, schedule, virtual, timeout=120) == [True, True]

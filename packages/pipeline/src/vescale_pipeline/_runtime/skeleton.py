@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vescale_trace.effects import Slot
 from vescale_trace.values import copied, map_tensors, tensors_in
 
 from .._errors import PipelineError
 from .._trace.captures import tell, untold
 from .._trace.event import Event, Record
 from .._trace.foreign import REENTRANT
-from .._trace.memory import Slot
 from .._trace.meta_calls import COUNTS, more_counts
 from .._trace.placeholder import (
     FACTORIES,

@@ -27,7 +27,7 @@ from .._errors import PipelineError
 from .event import Event, Record, keys_of
 from .foreign import check_caller
 from .left import Left, forget_values, placeholders_in
-from .memory import Kept, kept_as_it_was, no_draws_of_python
+from .memory import kept, kept_as_it_was, no_draws_of_python
 from .placeholder import Placeholder
 from .record import Recorder
 
@@ -54,8 +54,8 @@ def dry_run(
     for a forward that reads a value, for cuts that are called in another order, for a stage without a module, and for
     what one microbatch leaves in a later stage for the next one's earlier stage.
     """
-    with kept_as_it_was(model) as kept, stations_in_place(stations):
-        recorder = Recorder(model, cuts, kept, compute=compute)
+    with kept_as_it_was(model) as before, stations_in_place(stations):
+        recorder = Recorder(model, cuts, before, compute=compute)
         with no_draws_of_python(), recorder, notes or nullcontext():
             try:
                 given = call()
@@ -64,11 +64,11 @@ def dry_run(
                 if recorder.unheard:
                     raise _without_hooks(error, recorder.unheard) from error
                 raise
-        changed = kept.changed()
+        changed = before.changed()
         left = Left(changed, recorder, buffers or {})
         if changed or any(access.kind == "w" for access in recorder.seen.accesses):
             made = forget_values(changed)
-            between = Kept(model)
+            between = kept(model)
             again = Recorder(model, cuts, between, made, compute)
             with again:
                 call()

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from vescale_trace.effects import Slot
 from vescale_trace.values import tensors_in
 
-from .memory import Slot
 from .placeholder import Placeholder
 from .seen import Draw, Span
 

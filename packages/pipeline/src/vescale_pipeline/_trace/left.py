@@ -22,19 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.effects import Kept, Slot
 from vescale_trace.values import PLAIN, map_tensors, tensors_in
 
 from .._errors import PipelineError
 from .event import Event
-from .memory import Kept, Slot
 from .placeholder import Placeholder, local_only
 from .record import Recorder
-
-Location = tuple[int, str]
-
-
-def _at(slot: Slot) -> Location:
-    return id(slot.owner), slot.leaf
 
 
 def placeholders_in(value: Any) -> list[Placeholder]:
@@ -95,7 +89,7 @@ class Left:
 
     def __init__(self, changed: list[Slot], first: Recorder, buffers: Mapping[str, tuple[int, ...]]) -> None:
         self._first, self._buffers = first, buffers
-        self._final = {_at(slot): (slot, placeholders_in(slot.get())) for slot in changed}
+        self._final = {slot: placeholders_in(slot.get()) for slot in changed}
         self._again: Recorder | None = None
         self.slots: tuple[Slot, ...] = ()
         self.synced: tuple[Slot, ...] = ()
@@ -105,7 +99,7 @@ class Left:
         """The second pass, and what it began with. Raises PipelineError where it took another way than the first."""
         self._again = again
         ways = [[(event.stage, event.name) for event in recorder.events] for recorder in (self._first, again)]
-        names = [slot.name for slot, _ in self._final.values()]
+        names = [slot.name for slot in self._final]
         if ways[0] != ways[1]:
             raise PipelineError(
                 "pipeline",
@@ -116,9 +110,7 @@ class Left:
                 [("let nothing but the shapes of its inputs decide which modules a forward calls", "")],
             )
         changed = kept.changed()
-        lasting = {_at(slot): slot for slot in changed}
-        lasting |= {at: slot for at, (slot, left) in self._final.items() if left}
-        self.slots = tuple(lasting.values())
+        self.slots = tuple(dict.fromkeys([*changed, *(slot for slot, left in self._final.items() if left)]))
         self.is_whole = any(not placeholders_in(slot.get()) for slot in changed)
 
     def decide(self, events: list[Event], last: int) -> list[Event]:
@@ -126,7 +118,6 @@ class Left:
         if self._again is not None:
             events = [_without_counts(*pair) for pair in zip(events, self._again.events)]
         writers, readers, alone, python = (defaultdict(set) for _ in range(4))
-        slots: dict[Location, Slot] = {}
         for recorder in (self._first, self._again):
             if recorder is None:
                 continue
@@ -135,32 +126,28 @@ class Left:
             for i, (slot, kind, stage) in enumerate(recorder.seen.accesses):
                 if kind == "w" and i in again:
                     raise _written_again(slot)
-                slots[_at(slot)] = slot
                 if kind == "w":
-                    (writers if i in inside else alone)[_at(slot)].add(stage)
+                    (writers if i in inside else alone)[slot].add(stage)
                 elif i in inside:
-                    readers[_at(slot)].add(stage)
+                    readers[slot].add(stage)
                 elif kind == "p":
-                    python[_at(slot)].add(stage)
-        for at, (slot, left) in self._final.items():
-            slots[at] = slot
-            writers[at] |= {self._first.born[tensor.key] for tensor in left}
-            writers[at] |= {self._first.written[tensor.key] for tensor in left if tensor.key in self._first.written}
-        tracked = {_at(slot): slot for slot in self.slots}
-        tracked |= {at: slots[at] for at in alone}
-        self.is_whole |= any(not writers[at] for at in alone)
-        travelling: dict[Location, set[int]] = {}
-        for at in [at for at in slots if writers[at]]:
-            reach = self._reach(slots[at], writers[at], readers[at], python[at], last)
-            if slots[at].is_buffer and readers[at] and at not in self._final:
-                tracked[at] = slots[at]  # a microbatch's backward holds the buffer that the next one writes
+                    python[slot].add(stage)
+        for slot, left in self._final.items():
+            writers[slot] |= {self._first.born[tensor.key] for tensor in left}
+            writers[slot] |= {self._first.written[tensor.key] for tensor in left if tensor.key in self._first.written}
+        tracked = [*self.slots, *alone]
+        self.is_whole |= any(not writers[slot] for slot in alone)
+        travelling: dict[Slot, set[int]] = {}
+        for slot in [slot for slot, stages in writers.items() if stages]:
+            reach = self._reach(slot, writers[slot], readers[slot], python[slot], last)
+            if reach or slot.is_buffer and readers[slot] and slot not in self._final:
+                tracked.append(slot)  # a microbatch's backward holds the buffer that the next one writes
             if reach:
-                travelling[at] = reach
-                tracked[at] = slots[at]
-                for tensor in self._final.get(at, (None, ()))[1]:
+                travelling[slot] = reach
+                for tensor in self._final.get(slot, ()):
                     self._first.used.setdefault(tensor.key, set()).update(reach)
-        self.slots = tuple(tracked.values())
-        return [self._with_writes(event, slots, travelling) for event in events]
+        self.slots = tuple(dict.fromkeys(tracked))
+        return [self._with_writes(event, travelling) for event in events]
 
     def _reach(self, slot: Slot, writers: set[int], readers: set[int], python: set[int], last: int) -> set[int]:
         """The later stages that need what stages leave in a slot."""
@@ -194,10 +181,9 @@ class Left:
             reach.add(last)
         return reach
 
-    def _with_writes(self, event: Event, slots: dict[Location, Slot], travelling: dict[Location, set[int]]) -> Event:
+    def _with_writes(self, event: Event, travelling: dict[Slot, set[int]]) -> Event:
         accesses = self._first.seen.accesses[event.span.began.accesses : event.span.ended.accesses]
-        written = {_at(access.slot) for access in accesses if access.kind == "w"} & travelling.keys()
+        written = dict.fromkeys(access.slot for access in accesses if access.kind == "w" and access.slot in travelling)
         if not written:
             return event
-        writes = tuple((slots[at], self._first.new_key(event.stage, set(travelling[at]))) for at in written)
-        return replace(event, writes=writes)
+        return replace(event, writes=tuple((at, self._first.new_key(event.stage, {*travelling[at]})) for at in written))

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vescale_trace.values import copied, map_tensors, tensors_in
+from vescale_trace.effects import Kept, Slot
+from vescale_trace.values import PLAIN, copied, map_tensors, tensors_in
 
 from .._errors import PipelineError
 from .._runtime.random_order import device_of
 from .captures import captures, is_capture, tell
 from .event import Event
 from .foreign import who_calls
-from .memory import Kept, Slot
 from .meta_calls import home_of, on_meta
 from .placeholder import (
     FACTORIES,
@@ -82,7 +82,7 @@ class Recorder:
         self.open: set[nn.Module] = set()  # called, and no units
         self.unheard: list[str] = []  # modules whose hooks, a user's, were not called
         self._kept = kept
-        self._left: dict[tuple[int, str], Any] = {}
+        self._left: dict[Slot, list[int]] = {}
         self.written: dict[int, int] = {}  # key of a value -> the stage that writes it in place
         self.checkpoints: dict[FrameType, int] = {}  # calls of checkpoints, each with the stage it begins in
         self.memory_of: dict[int, int] = {}
@@ -119,7 +119,7 @@ class Recorder:
                 self._wrong_order(name, self.cuts[self.stage])
             self.stage = begins
         stage, began, known = self.stage, self.seen.place(), self._keys
-        numbers = self._kept.numbers(station.module) if name else {}
+        numbers = self._numbers(station.module) if name else {}
         self._frames.append([])
         self._collected.append(False)
         self._path.append(name)
@@ -134,7 +134,7 @@ class Recorder:
             out = self.adopt(out, name)
             event = self._event(station.module, None, copied(out), name, began)  # the caller may write to its own
             attributes, captured = self._attributes(station.module, name), bool(captures(station.module))
-            now = self._kept.numbers(station.module)
+            now = self._numbers(station.module)
             attributes += tuple((slot, now[slot]) for slot in now if slot in numbers and now[slot] != numbers[slot])
             takes = {key for one in inner for key in one.takes if key <= known}
             self._frames[-1].append(
@@ -147,16 +147,20 @@ class Recorder:
             self._collected[-1] = True
         return out
 
+    def _numbers(self, unit: nn.Module) -> dict[Slot, Any]:
+        """Returns the numbers, flags and texts that a unit holds now."""
+        return {slot: value for slot, value in self._kept.held(unit) if type(value) in PLAIN}
+
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
         """Returns a unit's new attributes in its modules, their objects, lists and dicts, as placeholders."""
         found = []
-        for slot in (*self._kept.changed(unit), *self._kept.containers_changed()):
-            place, value = (id(slot.owner), slot.leaf), slot.get()
+        for slot in (*self._kept.changed(unit), *self._kept.refilled()):
+            value = slot.get()
             ids = [id(tensor) for tensor in tensors_in(value)]
-            if ids and self._left.get(place) != ids:
+            if ids and self._left.get(slot) != ids:
                 template = self.adopt(value, name)
                 slot.put(template)
-                self._left[place] = [id(tensor) for tensor in tensors_in(template)]
+                self._left[slot] = [id(tensor) for tensor in tensors_in(template)]
                 if any(type(tensor) is Placeholder for tensor in tensors_in(template)):
                     found.append((slot, copied(template)))
         return tuple(found)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.effects import Slot
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._torch_private import TorchDispatchMode
-from .memory import Slot
 from .placeholder import Placeholder, memory_of, placeholder
 
 
@@ -80,7 +80,7 @@ class Seen(TorchDispatchMode):
         for name, module in model.named_modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None and type(buffer) is not Placeholder:
-                    self._stands_for(buffer, [Slot(module, leaf, f"{name}.{leaf}" if name else leaf)])
+                    self._stands_for(buffer, [Slot(module, leaf, f"{name}.{leaf}" if name else leaf, True)])
         for tensor, slot in memory:
             self._stands_for(tensor, [slot])
         super().__init__()

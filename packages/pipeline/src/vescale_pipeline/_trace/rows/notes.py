@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vescale_trace.values import map_tensors, tensors_in
+from vescale_trace.values import leaves, map_tensors, tensors_in
 
 from ..._torch_private import _is_torch_function_enabled
 from ..placeholder import Placeholder, memory_of, name_of
@@ -49,6 +49,25 @@ class Note:
     outs: tuple[Ref, ...]
     line: str = ""  # who called it, outside of torch and of veScale
     written: Ref | None = None  # what it writes to in place
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function, as it was called for a part and for the whole batch.
+
+    Arguments:
+        refs: the tensors among its arguments for the part, each with the dim of the batch's rows in `axes`, and with
+            how it comes from them in `tags`.
+        outs: the dims of the rows in its outputs.
+        ratio: how many times as large the numbers among the arguments are for the whole batch; None if they disagree.
+    """
+
+    note: Note
+    refs: list[Ref]
+    axes: list[Any]
+    tags: list[Any]
+    outs: list[Any]
+    ratio: float | None
 
 
 class Notes(TorchFunctionMode):
@@ -100,6 +119,11 @@ class Notes(TorchFunctionMode):
         ref = Ref(self._count, tuple(tensor.shape), lost, integer, stands, boolean, memory)
         self._known[id(tensor)] = (tensor, ref)
         return ref
+
+
+def refs_in(note: Note) -> list[Ref]:
+    """Returns the tensors among its arguments."""
+    return [leaf for leaf in leaves((note.args, note.kwargs), Ref) if isinstance(leaf, Ref)]
 
 
 def _is_written_down() -> bool:

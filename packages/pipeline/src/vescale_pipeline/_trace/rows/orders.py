@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .notes import Note, Ref
+from .notes import Note, Ref, Step
+from .places import NUMBERS
 
 SORTS = frozenset(("sort", "argsort", "msort"))
 _COUNTS = frozenset(("histc", "bincount"))
@@ -43,23 +44,21 @@ class Order:
     each: int = 1
 
 
-def sorted_by(note: Note, refs: list[Ref], place: int, grows: bool) -> Order | None:
+def sorted_by(step: Step, place: int) -> Order | None:
     """Describes the output at `place` of an ascending sort of one dim of the batch's rows."""
-    if len(refs) != 1 or len(refs[0].shape) != 1 or not grows or not _ascends(note):
+    if len(step.refs) != 1 or len(step.refs[0].shape) != 1 or step.outs[place] != 0 or not _ascends(step.note):
         return None
-    return Order(refs[0].number, "places" if place or note.name == "argsort" else "keys")
+    return Order(step.refs[0].number, "places" if place or step.note.name == "argsort" else "keys")
 
 
 def _ascends(note: Note) -> bool:
     return len(note.args) == 1 and not note.kwargs.get("descending")
 
 
-def reordered(note: Note, refs: list[Ref], given: list[Any], out: Ref, counted: frozenset[int] | set[int]) -> Any:
-    """The tag of what a function makes of values with these tags, one of which is an Order: an Order, "rows" where all
-    are at their places again, or None if that is not known.
-
-    `counted`: numbers of values that count the rows, 0, 1, ...
-    """
+def reordered(step: Step, out: Ref) -> Any:
+    """The tag of what a function makes of values one of which is in an Order: an Order, "rows" where all are at their
+    places again, or None if that is not known."""
+    note, refs, given = step.note, step.refs, ["rows" if tag == NUMBERS else tag for tag in step.tags]
     name = note.name
     orders = [tag for tag in given if isinstance(tag, Order)]
     keys = {order.key for order in orders}
@@ -70,7 +69,7 @@ def reordered(note: Note, refs: list[Ref], given: list[Any], out: Ref, counted: 
     order, first = orders[0], kinds[0]
     size = refs[next(i for i, tag in enumerate(given) if isinstance(tag, Order))].shape
     if name in ("getitem", "index_select", "setitem", *_ADDS):
-        return _indexed(note, refs, given, kinds, counted)
+        return _indexed(step, given, kinds)
     if set(kinds) == {"places"} and len(refs) == 1:
         if name == "argsort":
             return Order(order.key, "inverse") if _ascends(note) and order.each == 1 else None
@@ -97,9 +96,9 @@ def _from_zero(note: Note) -> bool:
     return limits.get("min") == 0 and limits.get("max", 0) > 0
 
 
-def _indexed(note: Note, refs: list[Ref], given: list[Any], kinds: list[Any], counted: Any) -> Any:
+def _indexed(step: Step, given: list[Any], kinds: list[Any]) -> Any:
     """Reads and writes by index along the first dim."""
-    name = note.name
+    note, refs, name = step.note, step.refs, step.note.name
     if name in ("index_select", "index_add"):
         dim, rest = note.args[1], (note.args[0], *note.args[2:])
         if dim != 0 or any(value != 1 for value in note.kwargs.values()):
@@ -122,7 +121,7 @@ def _indexed(note: Note, refs: list[Ref], given: list[Any], kinds: list[Any], co
         return Order(index.key, "rows") if kinds == ["constant", "rows"] else None  # a table's entry for each
     if len(refs) == 3 and isinstance(given[1], Order) and given[1].kind == "places" and given[0] == "rows":
         order, fits = given[1], refs[0].shape[0] * given[1].each == refs[1].shape[0]
-        if name == "setitem" and refs[2].number in counted and order.each == 1 and fits:
+        if name == "setitem" and step.tags[2] == NUMBERS and order.each == 1 and fits:
             return Order(order.key, "inverse")
         own = isinstance(given[2], Order) and kinds[2] == "rows" and refs[2].shape[0] == refs[1].shape[0]
         return "rows" if own and fits and (name != "setitem" or order.each == 1) else None

@@ -7,13 +7,12 @@ choose among them, and shapes that put them elsewhere. What counts the rows (`ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from torch.nn import functional as F
 
-from .notes import Note, Ref
+from .notes import Note, Ref, Step
 
 NUMBERS = "numbers"
 """The tag of what says which row of the batch it is: 0, 1, ..."""
@@ -67,23 +66,22 @@ _OF_NUMBERS = frozenset(
 
 
 class Places:
-    """Arguments: `axis`: of a value, from its shapes in both runs, the dim of the batch's rows; None without."""
+    """Knows how often the batch lies in each value, one after another."""
 
-    def __init__(self, axis: Any) -> None:
-        self._axis = axis
-        self._copies: dict[int, int] = {}  # number of a value -> how often the batch lies in it, one after another
+    def __init__(self) -> None:
+        self._copies: dict[int, int] = {}  # number of a value -> how often, if more than once
 
-    def note(self, small: Note, large: Note, refs: list[Ref], others: list[Ref]) -> None:
+    def note(self, step: Step) -> None:
         """Notes how often the batch lies in each output."""
-        for out, other in zip(small.outs, large.outs):
-            axis = self._axis(out, other)
+        note, refs = step.note, step.refs
+        for out, axis in zip(note.outs, step.outs):
             if type(axis) is not int:
                 continue
-            if small.name in ("cat", "concat", "concatenate") and self._dim(small, 1, 0, out) == axis:
+            if note.name in ("cat", "concat", "concatenate") and _dim(note, 1, 0, out) == axis:
                 copies = sum(self._of(ref) for ref in refs)
-            elif small.name in ("repeat", "tile") and type(begun := self._axis(refs[0], others[0])) is int:
+            elif note.name in ("repeat", "tile") and type(begun := step.axes[0]) is int:
                 copies = self._of(refs[0]) * out.shape[axis] // max(1, refs[0].shape[begun])
-            elif small.name in _PARTS or small.name == "getitem" and _takes_a_part(small):
+            elif note.name in _PARTS or note.name == "getitem" and _takes_a_part(note):
                 copies = 1
             else:
                 copies = max(map(self._of, refs), default=1)
@@ -93,12 +91,12 @@ class Places:
     def _of(self, ref: Ref) -> int:
         return self._copies.get(ref.number, 1)
 
-    def mixes(self, small: Note, large: Note, refs: list[Ref], others: list[Ref], tags: list[Any]) -> bool:
+    def mixes(self, step: Step) -> bool:
         """True if an output of the function is not made of each row, at its place."""
+        note, refs, axes = step.note, step.refs, step.axes
         if not refs:
             return False
-        name = small.name.partition(".")[0].removeprefix("fft_").removeprefix("linalg_").strip("_")
-        axes = list(map(self._axis, refs, others))
+        name = note.name.partition(".")[0].removeprefix("fft_").removeprefix("linalg_").strip("_")
         first, axis = refs[0], axes[0]
         if name in _KNOTS and len(refs) > 1:
             return axes[_KNOTS[name]] == len(refs[_KNOTS[name]].shape) - 1
@@ -107,24 +105,24 @@ class Places:
         if type(axis) is not int:
             return False
         if name in _ALONG:
-            dims = self._dims(small, *_ALONG[name], first)
+            dims = _dims(note, *_ALONG[name], first)
             return dims is None or axis in dims
         if name in _BY_INDEX:
-            dim = self._dim(small, 2 if name == "take_along_dim" else 1, _ALL, first)
-            at = next((tag for ref, tag in zip(refs[1:], tags[1:]) if ref.integer), None)
+            dim = _dim(note, 2 if name == "take_along_dim" else 1, _ALL, first)
+            at = next((tag for ref, tag in zip(refs[1:], step.tags[1:]) if ref.integer), None)
             return (dim is None or dim == axis) and at != NUMBERS
         if name in ("getitem", "setitem", "index_put"):
-            index = small.args[1] if len(small.args) > 1 else small.kwargs.get("indices")
+            index = note.args[1] if len(note.args) > 1 else note.kwargs.get("indices")
             if name == "index_put":
                 index = tuple(slice(None) if entry is None else entry for entry in index)
-            return self._chooses(index, first, axis, dict(zip((ref.number for ref in refs), tags)))
+            return self._chooses(index, first, axis, dict(zip((ref.number for ref in refs), step.tags)))
         if name in _PARTS:
-            dim = self._dim(small, *_PARTS[name], first)
+            dim = _dim(note, *_PARTS[name], first)
             dim = 0 if name == "hsplit" and len(first.shape) == 1 else dim
-            return dim == axis and not self._are_the_batch(first, axis, small.outs)
-        if name in _RESHAPES and small.outs:
-            to = self._axis(small.outs[0], large.outs[0])
-            before, after = prod(first.shape[:axis]), prod(small.outs[0].shape[:to]) if type(to) is int else 0
+            return dim == axis and not self._are_the_batch(first, axis, note.outs)
+        if name in _RESHAPES and note.outs:
+            before, to = prod(first.shape[:axis]), step.outs[0]
+            after = prod(note.outs[0].shape[:to]) if type(to) is int else 0
             return after not in (before, self._of(first) * before)
         rows = {(self._of(ref), ref.shape[at]) for ref, at in zip(refs, axes) if type(at) is int}
         return len({size for _, size in rows}) == 1 < len(rows)  # where one of them repeats the batch, and another rows
@@ -158,32 +156,30 @@ class Places:
             return step != 1 or copies == 1 or (stop - start) * copies != size
         return True
 
-    def _dims(self, note: Note, place: int, default: Any, first: Ref) -> set[int] | None:
-        """Returns the dims along which a function runs; None for all."""
-        if note.function is F.unfold:  # windows of an image
-            return set()
-        named = note.args[place] if len(note.args) > place else default
-        if note.name == "flip" and type(named) is int:
-            named = note.args[place:]
-        for name in ("dim", "dims", "axis"):
-            named = note.kwargs.get(name, named)
-        if named is _ALL or named is None:
-            return None
-        rank = max(1, len(first.shape))
-        return {dim % rank for dim in _ints(named)}
 
-    def _dim(self, note: Note, place: int, default: Any, first: Ref) -> int | None:
-        dims = self._dims(note, place, default, first)
-        return next(iter(dims)) if dims else None
+def _dims(note: Note, place: int, default: Any, first: Ref) -> set[int] | None:
+    """Returns the dims along which a function runs; None for all."""
+    if note.function is F.unfold:  # windows of an image
+        return set()
+    named = note.args[place] if len(note.args) > place else default
+    if note.name == "flip" and type(named) is int:
+        named = note.args[place:]
+    for name in ("dim", "dims", "axis"):
+        named = note.kwargs.get(name, named)
+    if named is _ALL or named is None:
+        return None
+    rank = max(1, len(first.shape))
+    return {dim % rank for dim in (named if isinstance(named, (tuple, list)) else (named,)) if type(dim) is int}
+
+
+def _dim(note: Note, place: int, default: Any, first: Ref) -> int | None:
+    return next(iter(_dims(note, place, default, first) or ()), None)
 
 
 def counts_rows(note: Note, tags: list[Any]) -> bool:
     """True if a function of numbers of rows gives such numbers, too."""
-    if tags != [NUMBERS]:
-        return False
-    return note.name in _OF_NUMBERS or note.name == "getitem" and all(
-        one is None or one is Ellipsis or one == slice(None) for one in _index(note)
-    )
+    whole = note.name == "getitem" and all(one in (None, ..., slice(None)) for one in _index(note))
+    return tags == [NUMBERS] and (whole or note.name in _OF_NUMBERS)
 
 
 def _index(note: Note) -> tuple:
@@ -199,10 +195,3 @@ def _dims_of(entry: Any) -> int:
     if entry is None or entry is Ellipsis or type(entry) is bool:
         return 0
     return len(entry.shape) if isinstance(entry, Ref) and entry.boolean else 1
-
-
-def _ints(value: Any) -> Iterator[int]:
-    if type(value) is int:
-        yield value
-    elif isinstance(value, (tuple, list)):
-        yield from (one for one in value if type(one) is int)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..._errors import PipelineError
 from ..placeholder import Placeholder
-from .notes import Note, Notes
-from .tags import CONSTANT, Lost, Tag, Tags, axis_of, refs_in
+from .notes import Note, Notes, refs_in
+from .tags import CONSTANT, Lost, Tag, Tags, axis_of
 
 
 def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tensor]) -> Tag:
@@ -77,8 +77,7 @@ def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note
 
 
 def _repeats_a_row(note: Note, times: int) -> bool:
-    refs = list(refs_in((note.args, note.kwargs)))
-    shapes = [one.shape for one in (*refs, *note.outs)]
+    shapes = [one.shape for one in (*refs_in(note), *note.outs)]
     return note.name == "expand" and len(shapes) == 2 and shapes[1] == (times, *shapes[0][1:]) and shapes[0][:1] == (1,)
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from vescale_trace.values import leaves
 
 from ..placeholder import FACTORIES
-from .notes import Note, Ref
+from .notes import Note, Ref, Step, refs_in
 from .orders import INDEXING, SORTS, Order, reordered, sorted_by
 from .places import COUNTING, NUMBERS, Places, counts_rows
 
@@ -54,80 +54,70 @@ class Tags:
         self.read: Lost | None = None
         self._times = times
         self._labelled = 0
-        self._counted: set[int] = set()  # values that count the batch's rows
-        self._places = Places(self._axis)
+        self._places = Places()
         self._shared: dict[int, set[int]] = {}  # a storage -> the values in it
         self._aside: set[int] = set()  # values of which the batch's rows were not the first dim at some time
 
     def go_on(self, small: Note, large: Note) -> None:
-        refs, others = list(refs_in((small.args, small.kwargs))), list(refs_in((large.args, large.kwargs)))
-        given = [self._given(a, b) for a, b in zip(refs, others)]
+        refs = refs_in(small)
+        axes = [self._axis(*pair) for pair in zip(refs, refs_in(large))]
+        outs = [self._axis(*pair) for pair in zip(small.outs, large.outs)]
+        step = Step(small, refs, axes, list(map(self._given, refs, axes)), outs, _ratio(small, large))
         if small.function in LABELLED and any(ref.placeholder for ref in refs):
             self._labelled += 1
         if not small.outs:
-            if any(tag != CONSTANT for tag in given):
+            if any(tag != CONSTANT for tag in step.tags):
                 self.read = Lost(small.name, small.line)
             return
-        lost = next((tag for tag in given if isinstance(tag, Lost)), None)
-        pairs = [*zip(refs, others), *zip(small.outs, large.outs)]
-        if any(ref.number in self._aside for ref in refs) or any(self._axis(*pair) not in (None, 0) for pair in pairs):
+        if any(ref.number in self._aside for ref in refs) or any(axis not in (None, 0) for axis in (*axes, *outs)):
             self._aside.update(out.number for out in small.outs)
-        for place, (out, other) in enumerate(zip(small.outs, large.outs)):
-            axis = self._axis(out, other)
-            if lost is None and small.function not in FACTORIES:
-                ordered = self._ordered(small, large, refs, given, place)
-                if ordered is not None:
-                    self.of[out.number] = _at(small, ordered)
-                    continue
-            if isinstance(axis, Lost) or lost is not None and small.function not in FACTORIES:
-                self.of[out.number] = lost or Lost(small.name, small.line)
-            else:
-                self.of[out.number] = _at(small, self._made(small, large, refs, given, axis is not None))
-        self._places.note(small, large, refs, others)
+        lost = next((tag for tag in step.tags if isinstance(tag, Lost)), None)
+        for place, out in enumerate(small.outs):
+            made = lost
+            if small.function in FACTORIES or lost is None:
+                made = None if lost or small.function in FACTORIES else self._ordered(step, place)
+                if made is None and isinstance(outs[place], Lost):
+                    made = lost or Lost(small.name)
+            if made is None:
+                made = self._made(step, large, outs[place] is not None)
+            is_here = isinstance(made, Lost) and not made.line
+            self.of[out.number] = replace(made, line=small.line) if is_here else made
+        self._places.note(step)
         for ref in (*refs, *small.outs):
             self._shared.setdefault(ref.memory, set()).add(ref.number)
         if small.written is not None and isinstance(made := self.of[small.outs[0].number], Lost):
             self.of.update(dict.fromkeys(self._shared[small.written.memory], made))  # whichever view was written to
 
-    def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
+    def _ordered(self, step: Step, place: int) -> Tag | None:
         """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
-        out, grows = small.outs[place], self._axis(small.outs[place], large.outs[place]) == 0
-        if small.name == "arange" and grows and len(small.args) == 1 and not refs:
-            self._counted.add(out.number)
-        if small.name in SORTS and given == [ROWS] and refs[0].number not in self._aside:
-            return sorted_by(small, refs, place, grows)
-        if not any(isinstance(tag, Order) for tag in given):
+        name, is_aside = step.note.name, any(ref.number in self._aside for ref in step.refs)
+        if name in SORTS and step.tags == [ROWS] and not is_aside:
+            return sorted_by(step, place)
+        if not any(isinstance(tag, Order) for tag in step.tags):
             return None
-        alike = _ratio(small, large) == 1 or small.name in _SHAPES
-        known = alike and not self._mixes_rows(small, large) and not any(ref.number in self._aside for ref in refs)
-        tags = [ROWS if tag == NUMBERS else tag for tag in given]
-        made = reordered(small, refs, tags, out, self._counted) if known else None
+        # along the rows it may sort places, add up counts, or take rows by their places
+        mixes = name not in (*SORTS, "cumsum", *INDEXING) and self._places.mixes(step)
+        known = (step.ratio == 1 or name in _SHAPES) and not mixes and not is_aside
+        made = reordered(step, step.note.outs[place]) if known else None
         has_rows = made == ROWS or isinstance(made, Order) and made.kind not in ("counts", "ends")
-        return Lost(small.name) if made is None or has_rows and not grows else made
+        return Lost(name) if made is None or has_rows and step.outs[place] != 0 else made
 
-    def _mixes_rows(self, small: Note, large: Note) -> bool:
-        """True if it runs along the rows, unless it sorts places, adds up counts, or takes rows by their places."""
-        return small.name not in (*SORTS, "cumsum", *INDEXING) and self._mixes(small, large)
-
-    def _given(self, small: Ref, large: Ref) -> Tag:
+    def _given(self, ref: Ref, axis: int | Lost | None) -> Tag:
         """The tag of an argument; of one that no function made, by its shape."""
-        known = self.of.get(small.number)
+        known = self.of.get(ref.number)
         if known is None:
-            axis = self._axis(small, large)
-            if small.strange:
-                known = Lost("a function that is not torch's own") if axis is None else ROWS
-            else:
-                known = CONSTANT if axis is None else ROWS
-            self.of[small.number] = known
-        return ROWS if known == CONSTANT and self._axis(small, large) == 0 else known  # a row that is repeated there
+            known = CONSTANT if axis is None else ROWS
+            if ref.strange and axis is None:
+                known = Lost("a function that is not torch's own")
+            self.of[ref.number] = known
+        return ROWS if known == CONSTANT and axis == 0 else known  # a row that is repeated there
 
     def _axis(self, small: Ref, large: Ref) -> int | Lost | None:
         return axis_of(small.shape, large.shape, self._times)
 
-    def _made(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], has_rows: bool) -> Tag:
+    def _made(self, step: Step, large: Note, has_rows: bool) -> Tag:
         """The tag of what a function makes of values with these tags, none of them Lost."""
-        name = small.name
-        ratio = _ratio(small, large)
+        small, given, ratio, name = step.note, step.tags, step.ratio, step.note.name
         if name in _FILLED and _fill(small) != _fill(large):
             return Lost(name)
         if name in COUNTING and has_rows and not given:
@@ -142,23 +132,17 @@ class Tags:
             return NUMBERS if has_rows and counts_rows(small, given) else Lost(name)
         if has_rows:
             alike = ratio == 1 or name in _SHAPES
-            return ROWS if alike and not self._mixes(small, large) else Lost(name)
-        if ROWS not in given:
-            return CONSTANT if ratio == 1 else Lost(name)
+            return ROWS if alike and not self._places.mixes(step) else Lost(name)
         if ratio != 1:
             return Lost(name)
-        return self._reduced(small, refs, large)
+        return self._reduced(step) if ROWS in given else CONSTANT
 
-    def _mixes(self, small: Note, large: Note) -> bool:
-        """True if an output row is not made of its row alone, or is at another place."""
-        refs, others = list(refs_in((small.args, small.kwargs))), list(refs_in((large.args, large.kwargs)))
-        return self._places.mixes(small, large, refs, others, [self.of.get(ref.number) for ref in refs])
-
-    def _reduced(self, small: Note, refs: list[Ref], large: Note) -> Tag:
+    def _reduced(self, step: Step) -> Tag:
         """Tags a reduction over the rows."""
+        small = step.note
         if small.name in ("sum", "mean"):
             return SUM if small.name == "sum" else MEAN
-        if small.function not in LABELLED and small.function not in _LOSSES or self._mixes(small, large):
+        if small.function not in LABELLED and small.function not in _LOSSES or self._places.mixes(step):
             return Lost(small.name)
         try:
             given = inspect.signature(small.function).bind(*small.args, **small.kwargs).arguments
@@ -206,11 +190,6 @@ def axis_of(small: tuple[int, ...], large: tuple[int, ...], times: int) -> int |
     return differ[0] if len(differ) == 1 and grows else Lost("")
 
 
-def _at(note: Note, tag: Tag) -> Tag:
-    """`tag`, which says where it was lost if that is here."""
-    return replace(tag, line=note.line) if isinstance(tag, Lost) and not tag.line else tag
-
-
 def _fill(note: Note) -> Any:
     """Returns the value that one of _FILLED fills with."""
     return note.kwargs.get("fill_value", next(iter(note.args[_FILLED[note.name] :]), None))
@@ -233,10 +212,6 @@ def _ratio(small: Note, large: Note) -> float | None:
     if a == b:
         return 1
     return b[0] / a[0] if len(a) == len(b) == 1 and a[0] else None
-
-
-def refs_in(value: Any) -> Iterator[Ref]:
-    return (leaf for leaf in leaves(value, Ref) if isinstance(leaf, Ref))
 
 
 def _numbers(value: Any) -> Iterator[float]:

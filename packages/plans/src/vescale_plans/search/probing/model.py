@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from vescale_rng import attributes_of, is_deferred, materialize
+from vescale_trace.effects import Kept
 from vescale_trace.values import tensors_in
 
 from ..._torch_private import _VF, decomposition_table
@@ -74,24 +75,16 @@ def _values(buffer: Tensor) -> Tensor:
 
 @contextmanager
 def values_kept(model: nn.Module) -> Iterator[None]:
-    """Restores buffers that a forward writes, and parameters that it replaces, as one does that casts a layer of its
-    own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
-    parameters = [(parameter, parameter.detach()) for parameter in model.parameters()]
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    """Restores what a forward leaves, and parameters that it replaces, as one does that casts a layer of its own
+    (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
+    parameters, kept = [(parameter, parameter.detach()) for parameter in model.parameters()], Kept(model)
     try:
         yield
     finally:
         for parameter, was in parameters:
             if parameter.untyped_storage()._cdata != was.untyped_storage()._cdata:
                 parameter.data = was
-        for module, name, buffer, value in kept:
-            buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)
-            module._buffers[name] = buffer
+        kept.restore()
 
 
 @contextmanager
