@@ -35,10 +35,12 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
             raise ConfigError("vescale train", rule, (), [("vescale plan ... --json plan.json", "")]) from error
     dtype = getattr(torch, given.precision)
     precision = {} if dtype is torch.float32 else {"precision": vescale.Precision(dtype)}
-    rows = training.batch // training.accumulate
+    token = torch.zeros(1, config.data.length, dtype=torch.int64)
+    sample = {"sample": {"input_ids": token, "labels": token}} if config.model.lora else {}  # peft's forward names none
     return vescale.generate_plan(
-        model, world_size=ranks, batch=rows, seq=config.data.length, hardware=given.hardware, pin=given.pin, **precision
-    )
+        model, world_size=ranks, batch=training.batch // training.accumulate, seq=config.data.length,
+        hardware=given.hardware, pin=given.pin, **precision, **sample,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
