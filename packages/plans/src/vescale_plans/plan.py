@@ -80,6 +80,9 @@ class Plan(PlanFields):
         offload_activations: glob over module names, as for `checkpointing` -> whether the tensors that backward needs
             of these modules are kept in host memory meanwhile: the inputs of a checkpointed module, the shard of a
             regathered activation.
+        experts: glob over module names -> how the forward of an experts module whose form is not recognised is told the
+            expert of each row. "counts": it takes rows [N, hidden], sorted by expert, and how many rows each expert has
+            (TorchTitan's). "indices": it takes tokens [T, hidden], and indices and weights [T, k], as the recognised.
         capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that choose
             it, the first in the order of the batch's tokens. The others add nothing. None drops nothing.
 
@@ -152,9 +155,9 @@ class Plan(PlanFields):
     def override(self, **changes: Any) -> Plan:
         """Returns the plan with other values for some fields.
 
-        New globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `offload_activations`, `blocks`) are put
-        before those of the plan, so they decide. A glob of the plan that a new one certainly covers is removed, and the
-        value None removes a glob. Any other value replaces the plan's.
+        New globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `offload_activations`, `blocks`, `experts`)
+        are put before those of the plan, so they decide. A glob of the plan that a new one certainly covers is removed,
+        and the value None removes a glob. Any other value replaces the plan's.
 
         Example:
             >>> plan.override(zero=3, parameters={"lm_head.weight": {}}, boundaries={"lm_head": None})

@@ -27,6 +27,7 @@ FULL = Plan(
     expert_axis="tp",
     capacity_factor=1.25,
     offload_activations={"layers.*": True},
+    experts={"*.moe": "counts"},
 )
 SMALL = Plan(
     mesh={"dp": 2, "tp": 4},
@@ -100,7 +101,7 @@ def test_a_plan_prints_as_a_table():
         "stages begin at the model, layers.1, layers.2, layers.3\n"
         "precision      computes in bfloat16, reduces in float32, sends int8\n"
         "offload        optimizer states in host memory, activations of layers.* yes\n"
-        "experts        spread over tp, capacity factor 1.25\n"
+        "experts        spread over tp, capacity factor 1.25, *.moe told by counts\n"
         "checkpointing  layers.0 no, layers.* yes\n"
         "regather       *.mlp yes\n"
         "blocks         *.up.weight 128\n"

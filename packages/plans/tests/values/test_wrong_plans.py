@@ -71,6 +71,8 @@ WRONG = {
     "an unknown expert axis": lambda: plan(expert_axis="ep"),
     "a capacity of nothing": lambda: plan(expert_axis="tp", capacity_factor=0),
     "a capacity without experts": lambda: plan(capacity_factor=1.25),
+    "experts without an axis": lambda: plan(experts={"*.moe": "counts"}),
+    "experts told by nothing": lambda: plan(expert_axis="tp", experts={"*.moe": True}),
     "checkpointing as a flag": lambda: plan(checkpointing=True),
     "checkpointing by number": lambda: plan(checkpointing={"layers.*": 2}),
     "regather as a list": lambda: plan(regather=["layers.*"]),
@@ -235,13 +237,25 @@ TEXTS = {
     ),
     "one sum of parts": (
         "Plan: sums='all_reduce' where each rank keeps a part (zero=2)\n"
-        'fix one of: zero=0          # every rank keeps all gradients\n'
+        "fix one of: zero=0          # every rank keeps all gradients\n"
         '            sums="ordered"'
     ),
     "one sum in fewer bits": (
         "Plan: an all-reduce sums in the dtype in which gradients travel\n"
-        'fix one of: Precision(sent=None)  # what travels is what is summed\n'
+        "fix one of: Precision(sent=None)  # what travels is what is summed\n"
         '            sums="ordered"'
+    ),
+    "experts without an axis": (
+        "Plan: experts['*.moe'] without an expert axis says nothing\n"
+        'fix one of: expert_axis="ep"   # the axis over which they are spread\n'
+        "            leave experts out"
+    ),
+    "experts told by nothing": (
+        "Plan: experts['*.moe'] is True, neither 'indices' nor 'counts'\n"
+        'fix one of: {"*.moe": "indices"}  # forward takes tokens [T, hidden], and the indices and weights [T, k] '
+        "of the experts of each\n"
+        '            {"*.moe": "counts"}   # forward takes rows [N, hidden], sorted by expert, and how many rows '
+        "each expert has"
     ),
     "blocks of nothing": ("Plan: blocks['*.weight'] is 0, not a positive number\nfix: blocks['*.weight']=1"),
     "a dtype in place of a precision": (
@@ -260,9 +274,7 @@ TEXTS = {
         "fix one of: compute=torch.bfloat16\n"
         "            compute=torch.float32"
     ),
-    "accumulation of nothing": (
-        "Plan: accumulation is 0, not a positive number\nfix: accumulation=1"
-    ),
+    "accumulation of nothing": ("Plan: accumulation is 0, not a positive number\nfix: accumulation=1"),
     "accumulation twice": (
         "Plan: a plan with a pipeline accumulates over its microbatches\n"
         "fix: Pipeline(microbatches=...)  # a call of the model adds up their gradients"
@@ -317,8 +329,8 @@ TEXTS = {
     "no microbatches": ("Pipeline: microbatches is 0, not a positive number\nfix: microbatches=1"),
     "a loss of no kind": (
         "Pipeline: loss is 'max', not one of 'mean', 'sum', None\n"
-        "fix one of: loss=\"mean\"  # the mean of the microbatches' losses\n"
-        "            loss=\"sum\"   # their sum"
+        'fix one of: loss="mean"  # the mean of the microbatches\' losses\n'
+        '            loss="sum"   # their sum'
     ),
     "a whole parameter under ZeRO-3": (
         "Plan: parameters['head.*'] is replicated over 'dp', over which zero=3 shards every parameter\n"
@@ -336,7 +348,7 @@ TEXTS = {
     "a style without an axis": (
         "Plan: parameters['head.*'] is 'colwise', not a mapping from axis names to placements\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        "fix: {\"dp\": Shard(dim=0)}  # names the axis"
+        'fix: {"dp": Shard(dim=0)}  # names the axis'
     ),
     "a pattern below what is on top": (
         "Plan: the pattern '*.hed.weight' matches no parameter of the model\n"

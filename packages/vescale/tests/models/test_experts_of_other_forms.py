@@ -38,9 +38,14 @@ SPREAD = {  # what the refusal names for stacked weights
 PLANS = {
     "zero 3": lambda name: Plan({"ep": RANKS}, {"*": {}}, data_axis="ep", zero=3),
     "whole experts": lambda name: Plan({"tp": RANKS}, {**SPREAD[name], "*": {}}),
-}
+    "declared": lambda name: Plan(
+        {"ep": RANKS}, {"*": {}}, data_axis="ep", expert_axis="ep", zero=3,
+        experts={"*.input_linear": "counts", "*.output_linear": "counts"},
+    ),
+}  # fmt: skip
 
 NAMED = {name: ("zero 3", "whole experts") if spread else ("zero 3",) for name, spread in SPREAD.items()}
+NAMED["JetMoeForCausalLM"] += ("declared",)  # its experts are told how many rows each has
 
 
 def build(name):
@@ -87,7 +92,7 @@ def test_the_refusal_names_plans_for_this_model(name):
     assert "expert_axis=None" in text and "with zero=3" in text
     for pattern in SPREAD[name]:
         assert f"{pattern!r}: {{'tp': Shard(0)}}" in text
-    assert ("Shard(0)" in text) == bool(SPREAD[name])
+    assert ("Shard(0)" in text) == ("'counts'" in text) == bool(SPREAD[name])
 
 
 @pytest.mark.parametrize("name, plan", [(name, plan) for name in MODELS for plan in NAMED[name]])

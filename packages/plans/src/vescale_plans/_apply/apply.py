@@ -145,7 +145,7 @@ def _parallelized(
         check_values(model)
         check_aliases(model)
         fitted = fit(plan, model)
-        experts = find_experts(plan, model)
+        experts = find_experts(plan, model, fitted.experts)
         placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
         device = choose_device(model)

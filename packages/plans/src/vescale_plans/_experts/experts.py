@@ -55,10 +55,11 @@ from .beside import Beside
 from .capacity import capacities, counted, positions
 from .computed import Computed
 from .counters import numbers_like
-from .local_rows import row_states, swap_in, tokens_indices_weights
+from .local_rows import row_states, swap_in
 from .route import Back, Out, Route, Spread, of_any_rank, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 from .state import Kept
+from .told import Stack, Told
 from .trial import Trial
 
 
@@ -71,7 +72,7 @@ class ExpertsBoundary:
         name: str,
         mesh: Mesh,
         axis: str,
-        experts: int,
+        stack: Stack,
         *,
         block: nn.Module | None = None,
         capacity: float | None = None,
@@ -79,7 +80,7 @@ class ExpertsBoundary:
     ) -> None:
         """`block`: the module that calls it, with what else it calls. `capacity`: see `Plan.capacity_factor`. Where it
         is not `needed`, what cannot stay as rows are is computed as any module's forward is."""
-        at = mesh.names.index(axis)
+        at, self.stack, experts = mesh.names.index(axis), stack, stack.count
         spread = any(p.mesh_layout.states[at].is_sharded for p in module.parameters(recurse=False))
         self.name, self.mesh, self.axis, self.spread = name, mesh, at, spread
         self.experts = Spread(name, mesh, at, experts, spread)
@@ -119,7 +120,7 @@ class ExpertsBoundary:
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
         """True if a call is one of experts whose rows can stay; alike on all ranks. Slices are tried once."""
         try:
-            tokens_indices_weights(self.name, args, kwargs)
+            Told(self.name, self.stack, args, kwargs)
         except PlanError:
             return False
         try:
@@ -135,7 +136,7 @@ class ExpertsBoundary:
         looks, counts = self._looks[module.training], not (self._counts_known or is_reproducible())
         if self.writes or not (looks or counts):
             return
-        trial = Trial(self.experts, module, args, kwargs)
+        trial = Trial(self.experts, self.stack, module, args, kwargs)
         if looks:
             self._looks[module.training] = False
             self.writes = of_any_rank(trial.written(self.counters), self.mesh)
@@ -173,7 +174,7 @@ class ExpertsBoundary:
 
         Cost: once, some forwards on a few rows per expert, and small all-gathers.
         """
-        trial, held = Trial(self.experts, module, args, kwargs), dict(module._parameters)
+        trial, held = Trial(self.experts, self.stack, module, args, kwargs), dict(module._parameters)
 
         def counted(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
             return trial.forward(parameters, rows, experts, dict.fromkeys(self.counters, count))
@@ -231,8 +232,9 @@ class _Call:
 
     def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._boundary, self._module = boundary, module
-        given = tokens_indices_weights(boundary.name, args, kwargs)
-        self._was = given[0].mesh_layout.base
+        self._told = told = Told(boundary.name, boundary.stack, args, kwargs)
+        given = told.tokens, told.indices, told.weights
+        self._was = told.tokens.mesh_layout.base
         rows = row_states(self._was.states, boundary.experts, boundary.spread, boundary.split)
         cause = f"{boundary.name} (experts)"
         tokens, indices, self._weights = (
@@ -242,15 +244,13 @@ class _Call:
         boundary.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
         takes = None
         if boundary.capacity is not None and not indices.is_meta:
-            layout = layout_of(boundary.mesh, rows, tuple(given[1].shape))
+            layout = layout_of(boundary.mesh, rows, tuple(told.indices.shape))
             takes = capacities(indices, layout, boundary.experts.experts, boundary.capacity, boundary.name)
         if boundary.spread:
             fresh = self._dispatch(tokens, indices, takes)
         else:
             fresh = self._here(tokens, indices, takes)
-        replaced = dict(zip(map(id, given), fresh))
-        self.args = tuple(replaced.get(id(one), one) for one in args)
-        self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
+        self.args, self.kwargs = told.arguments(*fresh, boundary.experts.local)
         self._parameters = swap_in(module, rows, cause, boundary.whole)
         for name in boundary.counters:
             setattr(module, name, boundary.experts.local)
@@ -258,9 +258,11 @@ class _Call:
     def _here(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the forward's inputs if rows stay where they are: one row of zeros if there are none."""
         weights = self._counted(indices, takes)
+        self._told.taken = None if takes is None else weights
         self._none = tokens.shape[0] == 0
         if not self._none:
             return tokens, indices, weights
+        self._told.taken = None
         fresh = (torch.cat([one, one.new_zeros(1, one.shape[1])]) for one in (tokens, indices, weights))
         return tuple(fresh)
 
@@ -303,15 +305,15 @@ class _Call:
     def combine(self, output: Tensor) -> DTensor:
         """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
         boundary = self._boundary
-        output = output[:0] if self._none else output
+        output = self._told.in_order(output)[:0] if self._none else self._told.in_order(output)
         if boundary.spread:
-            back = Back.apply(output, self._route).view(self._shape)
+            back = Back.apply(output, self._route).view(*self._shape[:2], *output.shape[1:])
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
             PARTIAL if axis in boundary.split and not state.is_sharded else state
             for axis, state in enumerate(self._rows)
         ]
-        result = from_plain(output, layout_of(boundary.mesh, tuple(states), self._was.shape))
+        result = from_plain(output, layout_of(boundary.mesh, tuple(states), (self._was.shape[0], *output.shape[1:])))
         before = self._was.states[boundary.axis]
         if not boundary.spread or before.is_sharded and before.dim == 0:
             return result
@@ -325,7 +327,8 @@ class _UnsplitCall:
 
     def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.args, self.kwargs, self._module = args, kwargs, module
-        tokens, indices, _ = tokens_indices_weights(boundary.name, args, kwargs)
+        told = Told(boundary.name, boundary.stack, args, kwargs)
+        tokens, indices = told.tokens, told.indices
         if boundary.capacity is not None:
             check_order("experts", f"{boundary.name}, whose experts have a capacity, drops rows")
         states = tokens.mesh_layout.states

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from torch import Tensor, nn
+from torch import nn
 
-from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, REPLICATE, State, convert, sharded, to_plain
 
-from .._plan.parts import PlanError
 from .route import Spread
 
 
@@ -47,23 +45,3 @@ def swap_in(
         counts = not any(layout.mesh.coordinate[axis] for axis in whole.get(name, ()))
         module._parameters[name] = local if counts else local * 0
     return held
-
-
-def tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor, DTensor]:
-    """Finds the three by kind: the integers are the indices; of the floating point ones tokens come first, then
-    weights."""
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    floating = [one for one in tensors if one.is_floating_point()]
-    integers = [one for one in tensors if not one.is_floating_point()]
-    if len(floating) == 2 and len(integers) == 1:
-        tokens, weights, indices = *floating, integers[0]
-        fits = tokens.ndim == 2 and indices.shape == weights.shape and tokens.shape[0] == indices.shape[0]
-        if fits and all(type(one) is DTensor for one in (tokens, indices, weights)):
-            return tokens, indices, weights
-    raise PlanError(
-        name,
-        "its experts are spread over ranks, so it must be called with tokens [T, hidden], indices [T, k] and "
-        "weights [T, k]",
-        [f"{type(one).__name__} {one.dtype} {list(one.shape)}" for one in tensors],
-        [("expert_axis=None", "shards inside the experts only")],
-    )

@@ -21,21 +21,22 @@ from torch import nn
 
 from vescale_dtensor import Placement, RaggedShard, Replicate, Shard
 
-from .._plan.fields import PlanFields
+from .._plan.fields import EXPERT_FORMS, PlanFields
 from .._plan.parts import PlanError
+from .told import Stack
 
 Placed = dict[str, dict[str, Placement]]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a model: module name -> how many stacked ones; name of a list -> how many members.
+    """The experts of a model: module name -> its stack; name of a list -> how many members.
 
     `axis`: over which they are spread; where the plan names none, one that cuts the batch, whose ranks compute
     their own rows.
     """
 
-    stacked: Mapping[str, int] = field(default_factory=dict)
+    stacked: Mapping[str, Stack] = field(default_factory=dict)
     listed: Mapping[str, int] = field(default_factory=dict)
     axis: str | None = None
 
@@ -45,8 +46,7 @@ def stacked_experts(module: nn.Module) -> int:
     stacks = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
     if len(stacks) < 2 or len({*stacks}) > 1:
         return 0
-    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return stacks[0] if len(takes) >= 3 else 0
+    return stacks[0] if len(_positional(module)) >= 3 else 0
 
 
 def listed_experts(block: nn.Module) -> tuple[str, int] | None:
@@ -82,15 +82,16 @@ def _alike(members: nn.ModuleList) -> bool:
     return len(needs) == 1
 
 
-def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
-    """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none. Otherwise
-    those whose rows stay where the batch is cut."""
-    stacked = {name: count for name, module in model.named_modules() if (count := stacked_experts(module))}
+def find_experts(plan: PlanFields, model: nn.Module, declared: Mapping[str, str]) -> Experts:
+    """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none, and for a
+    declared one that cannot be. Otherwise those whose rows stay where the batch is cut."""
+    stacked = {name: Stack(count) for name, module in model.named_modules() if (count := stacked_experts(module))}
     if plan.expert_axis is None:
         cutting = [axis for axis in (plan.context_axis, *plan.data_axes) if axis is not None]
         shared = [axis for axis in cutting if plan.mesh[axis] > 1]
         stacked = {name: count for name, count in stacked.items() if _is_huggingfaces(model.get_submodule(name))}
         return Experts(stacked, axis=shared[-1]) if shared and stacked else Experts()
+    stacked |= {name: _declared(name, model.get_submodule(name), form) for name, form in declared.items()}
     listed = {
         f"{name}.{found[0]}" if name else found[0]: found[1]
         for name, module in model.named_modules()
@@ -119,16 +120,45 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
 def _without_an_axis(model: nn.Module) -> list[tuple[str, str]]:
     """Returns remedies for a model whose experts, if it has any, are of no form that an expert axis knows."""
     stacks = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.ndim == 3}
-    folders = sorted({f"*.{name.rpartition('.')[2]}.*" for name in stacks if name})
-    spread = ", ".join(f"{pattern!r}: {{'tp': Shard(0)}}" for pattern in folders)
-    return [
-        ("expert_axis=None", "all experts on every rank; with zero=3 each holds its share of every weight"),
-        *(
-            [(f"parameters={{{spread}, ...}}", "whole experts on each rank of a mesh axis of their own")]
-            if spread
-            else []
-        ),
+    folders = sorted({f"*.{name.rpartition('.')[2]}" for name in stacks if name})
+    spread = ", ".join(f"'{folder}.*': {{'tp': Shard(0)}}" for folder in folders)
+    told = ", ".join(f"{folder!r}: 'counts'" for folder in folders)
+    named = [
+        (f"parameters={{{spread}, ...}}", "whole experts on each rank of a mesh axis of their own"),
+        (f"experts={{{told}}}", f"where {EXPERT_FORMS['counts']}"),
     ]
+    everywhere = ("expert_axis=None", "all experts on every rank; with zero=3 each holds its share of every weight")
+    return [everywhere, *named * bool(folders)]
+
+
+def _declared(name: str, module: nn.Module, form: str) -> Stack:
+    """Returns the stack of a module that the plan says is experts. Raises PlanError where it cannot be divided."""
+    counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
+    inside = next((key for key, _ in module.named_parameters() if "." in key and "parametrizations" not in key), None)
+    takes, needs = _positional(module), 2 if form == "counts" else 3
+    problem = None
+    if len(counts) != 1:
+        problem = "holds no weights of its own of three dims [experts, ...], alike in the first"
+    elif len(takes) < needs:
+        problem = f"takes ({', '.join(takes)}): it chooses experts itself, from tokens that it must see as they are"
+    elif inside is not None:
+        problem = f"also holds {inside!r}, which is no slice of an expert"
+    if problem is None:
+        return Stack(*counts, form)
+    raise PlanError(
+        "parallelize",
+        f"experts names {name!r} as experts told by {form}, which cannot be spread: {type(module).__name__} {problem}",
+        [f"{key}  {list(parameter.shape)}" for key, parameter in module.named_parameters()],
+        [
+            (f'experts={{"{name}.experts": "{form}"}}', f"of the stacks alone; {EXPERT_FORMS[form]}"),
+            ("expert_axis=None", "all experts on every rank; with zero=3 each holds its share of every weight"),
+        ],
+    )
+
+
+def _positional(module: nn.Module) -> list[str]:
+    """The names of what a forward takes by position."""
+    return [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
 
 
 def _is_huggingfaces(module: nn.Module) -> bool:
@@ -146,7 +176,7 @@ def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: 
     if plan.expert_axis is None:
         return placed
     added: Placed = {}
-    for module, count in experts.stacked.items():
+    for module, (count, _) in experts.stacked.items():
         leaves = model.get_submodule(module).named_parameters(recurse=False)
         own = {f"{module}.{leaf}": Shard(0) for leaf, parameter in leaves if parameter.shape[:1] == (count,)}
         added.update(_placed(plan, module, count, own, placed))

@@ -11,33 +11,30 @@ from torch import Tensor, nn
 
 from .._apply.generators import random_states, set_random_states
 from .counters import counts_of
-from .local_rows import tokens_indices_weights
 from .route import Spread
 from .state import Kept
+from .told import Stack, Told
 
 
 class Trial:
     """Trial runs of one call, with tokens, indices and weights replaced. The module is as it was after each method."""
 
-    def __init__(self, spread: Spread, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._spread, self._module, self._arguments = spread, module, (args, kwargs)
-        self._given, self._held = tokens_indices_weights(spread.name, args, kwargs), dict(module._parameters)
-        self.like, self.width = self._given[0].to_local().detach(), self._given[0].shape[-1]
+    def __init__(self, spread: Spread, stack: Stack, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._spread, self._module, self._held = spread, module, dict(module._parameters)
+        self._told = Told(spread.name, stack, args, kwargs)
+        self.like, self.width = self._told.tokens.to_local().detach(), self._told.tokens.shape[-1]
 
     def forward(
         self, parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, numbers: Mapping[str, int]
     ) -> Tensor:
         """Its output [rows, hidden]; `experts`: of every row one. `numbers`: attributes meanwhile."""
-        args, kwargs = self._arguments
-        replaced = dict(zip(map(id, self._given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
+        local = next(len(one) for one in parameters.values() if one.ndim == 3)
+        args, kwargs = self._told.arguments(rows, experts[:, None], rows.new_ones(len(rows), 1), local)
         self._module._parameters.update(parameters)
         for name, number in numbers.items():
             setattr(self._module, name, number)
         try:
-            return self._module.forward(
-                *(replaced.get(id(one), one) for one in args),
-                **{key: replaced.get(id(one), one) for key, one in kwargs.items()},
-            )
+            return self._told.in_order(self._module.forward(*args, **kwargs))
         finally:
             self._module._parameters.update(self._held)
             for name in numbers:

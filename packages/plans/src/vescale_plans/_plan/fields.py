@@ -13,6 +13,12 @@ from vescale_dtensor import Placement, Replicate, Shard
 
 from .parts import Boundary, Pipeline, Placements, Precision
 
+EXPERT_FORMS = {
+    "indices": "forward takes tokens [T, hidden], and the indices and weights [T, k] of the experts of each",
+    "counts": "forward takes rows [N, hidden], sorted by expert, and how many rows each expert has",
+}
+"""How the forward of an experts module is told the expert of a row."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlanFields:
@@ -39,6 +45,7 @@ class PlanFields:
     context_layout: str = "auto"
     offload_activations: Mapping[str, bool] = field(default_factory=dict)
     sums: str = "ordered"
+    experts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

@@ -201,6 +201,7 @@ _FIELDS: dict[str, _Codec] = {
     "context_layout": _Codec(_same, _same, '"context_layout": "auto"'),
     "offload_activations": _Codec(_pairs(), _mapping(), '"offload_activations": [["layers.*", true]]'),
     "sums": _Codec(_same, _same, '"sums": "ordered"'),
+    "experts": _Codec(_pairs(), _mapping(), '"experts": [["*.experts", "counts"]]'),
 }
 
 

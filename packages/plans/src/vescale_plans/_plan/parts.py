@@ -13,7 +13,7 @@ from vescale_dtensor import Placement, VescaleError
 Placements = Mapping[str, Placement]
 """Axis name -> placement. For a parameter an axis that is not named replicates; at a boundary it stays as it is."""
 
-GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks")
+GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks", "experts")
 """The fields of a plan that map globs, in which order counts."""
 
 

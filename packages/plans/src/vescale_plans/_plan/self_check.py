@@ -8,7 +8,7 @@ from typing import Any
 from vescale_dtensor import Placement, Replicate, Shard
 from vescale_dtensor.engine import WAYS
 
-from .fields import PlanFields
+from .fields import EXPERT_FORMS, PlanFields
 from .parts import GLOBS, Boundary, Pipeline, PlanError, Precision, check_axis, check_count, check_mapping
 
 
@@ -245,6 +245,13 @@ def _sums(plan: PlanFields) -> None:
 def _expert_axis(plan: PlanFields) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
+    for pattern, form in plan.experts.items():
+        if form not in tuple(EXPERT_FORMS):  # a list has no hash
+            remedies = [(f'{{"{pattern}": "{one}"}}', what) for one, what in EXPERT_FORMS.items()]
+            raise PlanError("Plan", f"experts[{pattern!r}] is {form!r}, neither 'indices' nor 'counts'", (), remedies)
+        if plan.expert_axis is None:
+            remedies = [('expert_axis="ep"', "the axis over which they are spread"), ("leave experts out", "")]
+            raise PlanError("Plan", f"experts[{pattern!r}] without an expert axis says nothing", (), remedies)
     factor = plan.capacity_factor
     if factor is None:
         return

@@ -56,7 +56,8 @@ def _settings(plan: PlanFields) -> Iterator[tuple[str, str]]:
     hosted += [f"activations of {glob} {_text(value)}" for glob, value in plan.offload_activations.items()]
     yield "offload", ", ".join(hosted)
     capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""
-    yield "experts", f"spread over {plan.expert_axis}{capacity}" if plan.expert_axis else ""
+    declared = "".join(f", {glob} told by {form}" for glob, form in plan.experts.items())
+    yield "experts", f"spread over {plan.expert_axis}{capacity}{declared}" if plan.expert_axis else ""
     for name in ("checkpointing", "regather", "blocks"):
         yield name, ", ".join(f"{glob} {_text(value)}" for glob, value in getattr(plan, name).items())
 

@@ -34,6 +34,7 @@ class Fit:
     regathered: Mapping[str, bool]
     offloaded: Mapping[str, bool]
     blocks: Mapping[str, int]
+    experts: Mapping[str, str]
 
 
 def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
@@ -63,6 +64,7 @@ def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
         match_inside(plan.regather, modules, "module"),
         match_inside(plan.offload_activations, modules, "module"),
         match(plan.blocks, parameters, "parameter", complete=False),
+        match(plan.experts, called, "module", complete=False),
     )
 
 

@@ -130,10 +130,10 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
 
 def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBoundary | ListBoundary]:
     found: list[ExpertsBoundary | ListBoundary] = []
-    for name, count in experts.stacked.items():
+    for name, stack in experts.stacked.items():
         module, said = model.get_submodule(name), plan.expert_axis is not None
         more = {"block": _owner(model, name), "capacity": plan.capacity_factor, "needed": said}
-        found.append(ExpertsBoundary(module, name, mesh, experts.axis, count, **more))
+        found.append(ExpertsBoundary(module, name, mesh, experts.axis, stack, **more))
     for name, count in experts.listed.items():
         if name and _is_spread(model.get_submodule(name), mesh, mesh.axis(experts.axis)):
             found.append(ListBoundary(_owner(model, name), name, count, mesh, experts.axis))
