@@ -27,7 +27,7 @@ def write_pages(top: Path, folder: Path) -> None:
     packages = read_packages(top)
     sys.path[:0] = [str(package.source.parent) for package in read_packages(TOP)]  # what is documented is this tree
     files = [file for file in sorted(top.glob("docs/**/*")) if file.suffix in COPIED and "site" not in file.parts]
-    files.append(top / "CONTRIBUTING.md")
+    files += [top / "CONTRIBUTING.md", *sorted(top.glob("recipes/*"))]
     files += [file for package in packages for file in sorted(package.folder.glob("*")) if file.suffix in COPIED]
     files += [file for package in packages for file in package.source.rglob("*.py")]  # what pages link to
     for file in files:
