@@ -123,11 +123,34 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{scontrol.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **more}
 
 
+SLOW = """
+import time
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model(**config):
+    made, run = LlamaForCausalLM(LlamaConfig(**config, use_cache=False)), Path("run")
+
+    def waits(*_):
+        until = time.monotonic() + 300
+        while (run / "metrics.jsonl").exists() and not (run / "STOP").exists() and not list(run.glob("step-*")):
+            assert time.monotonic() < until, "nobody has sent the signal"
+            time.sleep(0.01)
+
+    made.register_forward_pre_hook(waits)
+    return made
+"""
+"""A model that waits, once a step is told, for the signal that is sent; not where a checkpoint is there."""
+
+
 def test_slurms_signal_saves_and_requeues_and_the_next_start_goes_on(config, tmp_path):
     """The command starts its own ranks; the signal reaches it alone, as `--signal=USR1@120` sends it to a job step."""
-    command = [sys.executable, "-m", "vescale", "train", str(config), "training.steps=40", "checkpoint.every=1000"]
+    (tmp_path / "slow.py").write_text(SLOW)
+    slow = tmp_path / "slow.toml"
+    slow.write_text(config.read_text().replace('type = "llama"', 'name = "slow:model"'))
+    command = [sys.executable, "-m", "vescale", "train", str(slow), "checkpoint.every=1000"]
     slurm = environment(tmp_path, SLURM_JOB_ID="7", SLURM_PROCID="0", SLURM_STEP_NUM_NODES="1")
-    running = subprocess.Popen([*command, "--ranks", "2"], env=slurm, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen([*command, "--ranks", "2"], env=slurm, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     told = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 300
     while not told.exists() and running.poll() is None:
@@ -138,12 +161,13 @@ def test_slurms_signal_saves_and_requeues_and_the_next_start_goes_on(config, tmp
     assert running.returncode == 0, said
     assert (tmp_path / "asked").read_text() == "requeue 7\n" and "job 7 is in the queue again" in said
     step = vescale.latest(tmp_path / "run")
-    assert step is not None and 0 < step < 40 and len(losses(tmp_path / "run")) == step
-    rest = subprocess.run([*command, "--ranks", "1"], env=slurm, capture_output=True, text=True, timeout=300)
+    assert step is not None and 0 < step < 12 and len(losses(tmp_path / "run")) == step
+    rest = [*command, "--ranks", "1"]
+    rest = subprocess.run(rest, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert rest.returncode == 0, rest.stderr
-    assert f"step {step} of 40" in rest.stderr and vescale.latest(tmp_path / "run") == 40
+    assert f"step {step} of 12" in rest.stderr and vescale.latest(tmp_path / "run") == 12
     assert (tmp_path / "asked").read_text() == "requeue 7\n"  # it came to its end
-    assert run_ranks(1, trained, config, "training.steps=40", f'checkpoint.folder="{tmp_path}/one"') == [True]
+    assert run_ranks(1, trained, config, f'checkpoint.folder="{tmp_path}/one"') == [True]
     assert losses(tmp_path / "run") == losses(tmp_path / "one")
 
 
