@@ -91,11 +91,9 @@ class NumbersInFlight:
 
 def sends_on_host(mesh: Mesh) -> bool:
     """True if its ranks are processes, or stand for some, with a backend that sends what lies on the host."""
-    if mesh.device_mesh is None or not mesh.ndim:
-        return False
     try:
-        group = mesh.group((max(range(mesh.ndim), key=mesh.sizes.__getitem__),))
-        return group._get_backend(torch.device("cpu")).name() != "fake"
+        group = mesh.device_mesh and mesh.group((max(range(mesh.ndim), key=mesh.sizes.__getitem__),))
+        return bool(group) and group._get_backend(torch.device("cpu")).name() != "fake"
     except RuntimeError:
         return False
 

@@ -164,8 +164,7 @@ class RootBoundary:
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """A partial number (a loss) is reduced here, so that `loss.item()` never communicates."""
-        with DisableTorchFunction():
-            self._in_step.leave()
+        self._in_step.leave()
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
