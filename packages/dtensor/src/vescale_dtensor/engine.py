@@ -29,13 +29,11 @@ from ._communication.in_flight import ReductionInFlight as ReductionInFlight
 from ._communication.in_flight import RowsInFlight as RowsInFlight
 from ._communication.namespace import await_namespace as await_namespace
 from ._communication.namespace import namespace as namespace
-from ._communication.objects import NumbersInFlight as NumbersInFlight
 from ._communication.objects import first_apart as first_apart
 from ._communication.objects import fold_objects as fold_objects
 from ._communication.objects import gather_objects as gather_objects
 from ._communication.objects import line_objects as line_objects
 from ._communication.objects import place_of as place_of
-from ._communication.objects import sends_on_host as sends_on_host
 from ._communication.objects import world_objects as world_objects
 from ._context import mixing as mixing
 from ._context.choice import RING as RING

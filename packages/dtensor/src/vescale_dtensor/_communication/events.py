@@ -8,22 +8,17 @@ collective can say who asked for it.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_PACKAGES = tuple(f"vescale{end}" for end in ("", "_trace", "_dtensor", "_rng", "_plans", "_pipeline", "_checkpoint"))
-_INTERNAL = tuple(
-    f"{folder}{os.sep}"
-    for name in ("torch", *_PACKAGES)
-    if (found := importlib.util.find_spec(name)) is not None
-    for folder in found.submodule_search_locations or ()
-)
-"""Folders of torch's and our code."""
+import torch
+
+_PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint", "vescale")
+_INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +179,12 @@ def set_watch(function: Callable | None) -> Callable | None:
     return before
 
 
-def is_user_code(path: str) -> bool:
-    """True if a file's code is neither torch's nor ours."""
-    return not path.startswith("<") and not path.startswith(_INTERNAL)
-
-
 def is_users(frame: FrameType) -> bool:
     """True if a frame runs code that is neither torch's nor ours."""
-    return is_user_code(frame.f_code.co_filename)
+    path = frame.f_code.co_filename
+    if path.startswith(_INTERNAL) or path.startswith("<"):
+        return False
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES
 
 
 def user_line(frame: FrameType | None = None) -> str:

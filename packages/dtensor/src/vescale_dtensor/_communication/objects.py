@@ -10,7 +10,7 @@ import torch
 from .._layouts.mesh import Mesh
 from . import flight_recorder
 from .collectives import _failure, connection_lost
-from .flight_recorder import DONE, FAILED, STARTED, WAITING
+from .flight_recorder import DONE, FAILED, WAITING
 
 T = TypeVar("T")
 
@@ -64,38 +64,6 @@ def world_objects(value: object, operation: str, what: str) -> list:
             rule = f"a rank went away, or did not answer in time, while {what}"
             raise connection_lost(operation, rule, error) from error
     return everyone
-
-
-class NumbersInFlight:
-    """Numbers of every rank along one axis, which travel on the host's backend while the program goes on."""
-
-    def __init__(self, numbers: Sequence[int], mesh: Mesh, axis: int) -> None:
-        self._mesh, self._axes, self._kind = mesh, (axis,), "gather_numbers"
-        part = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        group = mesh.group(self._axes)
-        self._out = part.new_empty(group.size() * len(numbers))
-        self._noted = flight_recorder.note(self._kind, mesh.rank_group(self._axes), 0, STARTED)
-        self._work = group._allgather_base(self._out, part)
-
-    def read(self) -> list[list[int]]:
-        """Waits; the ranks' in rank order."""
-        self._noted[0] = WAITING
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            self._noted[0] = FAILED
-            raise _failure(error, self._kind, self._mesh, self._axes) from error
-        self._noted[0] = DONE
-        return self._out.view(self._mesh.count(self._axes), -1).tolist()
-
-
-def sends_on_host(mesh: Mesh) -> bool:
-    """True if its ranks are processes, or stand for some, with a backend that sends what lies on the host."""
-    try:
-        group = mesh.device_mesh and mesh.group((max(range(mesh.ndim), key=mesh.sizes.__getitem__),))
-        return bool(group) and group._get_backend(torch.device("cpu")).name() != "fake"
-    except RuntimeError:
-        return False
 
 
 class Apart(NamedTuple):

@@ -53,7 +53,6 @@ from .._torch_private import (
 )
 from ..installed._replicas import check_replicas
 from .balance import Balance
-from .in_step import ALIKE, InStep
 from .inference import writes_counted
 from .join import join, tensor_mesh
 
@@ -106,27 +105,24 @@ class RootBoundary:
     def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
         self._mesh = mesh
         self._cuts = cuts
-        self._calls, self._in_step = 0, InStep(mesh)
+        self._calls = 0
         # What a plain tensor entered as: a forward that goes by the identity of a batch sees one object, as long as the
         # caller holds the batch. They share memory and the count of writes.
         self._entered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         add_step(root, "inputs", self._enter, self._leave)
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        number, self._calls = self._calls, self._calls + 1
-        compares = _current_graph_task_id() == -1 and not is_checkpoint_selective()
-        # Not in a checkpoint, whose first pass and second must call the same functions.
-        checks = compares and (number < FIRST_CHECKS or number % CHECK_EVERY == 0)
-        if compares and not checks and torch.is_grad_enabled():
-            with DisableTorchFunction():
-                self._in_step.enter(root, number, (args, kwargs))
+        checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
+        self._calls += 1
+        if checks and (_current_graph_task_id() != -1 or is_checkpoint_selective()):
+            checks = False  # a checkpoint's first pass and its second must call the same functions
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
         with DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
             if checks:
-                check_agreement((args, kwargs), self._mesh, in_step=(self._in_step, number))
+                check_agreement((args, kwargs), self._mesh)
                 check_replicas(root, self._mesh)
             if balance is not None:
                 balance.look_at(kwargs)
@@ -164,7 +160,6 @@ class RootBoundary:
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """A partial number (a loss) is reduced here, so that `loss.item()` never communicates."""
-        self._in_step.leave()
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
@@ -284,14 +279,9 @@ def parts(plan: PlanFields, batch: Any, model: nn.Module | None) -> Iterator[Any
 
 
 def check_agreement(
-    inputs: Any,
-    mesh: Mesh,
-    operation: str = "model",
-    what: str = "plain tensors that enter the model are",
-    in_step: tuple[InStep, int] | None = None,
+    inputs: Any, mesh: Mesh, operation: str = "model", what: str = "plain tensors that enter the model are"
 ) -> None:
-    """Raises PlainTensorError, on all ranks alike, when plain inputs differ between ranks; RandomStateError when their
-    generators do, as `in_step` says of a model's call of that number.
+    """Raises PlainTensorError, on all ranks alike, when plain inputs differ between ranks.
 
     Cost: one small all-gather per mesh axis, which does not grow with the other axes.
     """
@@ -303,21 +293,20 @@ def check_agreement(
         return tensor
 
     map_tensors(inputs, digest)
-    compared = in_step[0].look(in_step[1]) if in_step else None
-    apart = first_apart((tuple(digests), compared.state if compared and compared.is_drawn else None), mesh)
+    apart = first_apart(tuple(digests), mesh)
     if apart is None:
-        return in_step[0].passed(compared) if in_step else None
-    (first, _), (value, _) = apart.first, apart.value
-    if first == value:
-        raise in_step[0].drifted(compared)
-    which = next((i for i, (a, b) in enumerate(zip(first, value)) if a != b), 0)
-    shown = [(0, first), (apart.rank, value)]
+        return
+    which = next((i for i, (a, b) in enumerate(zip(apart.first, apart.value)) if a != b), 0)
+    shown = [(0, apart.first), (apart.rank, apart.value)]
     raise PlainTensorError(
         operation,
         f"plain input tensor {which} differs between ranks 0 and {apart.rank} of {mesh}: {what} the global batch, "
         "the same on every rank",
         [f"rank {rank}  {list(said[which][0]) if which < len(said) else 'absent'}" for rank, said in shown],
-        ALIKE,
+        [
+            ("model(plan.local_batch(batch))", "when every rank loads its own part of the batch"),
+            ("seed the loader alike on all ranks", "when every rank loads the global batch"),
+        ],
     )
 
 

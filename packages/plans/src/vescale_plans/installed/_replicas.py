@@ -16,7 +16,6 @@ from vescale_dtensor import DTensor, PlainTensorError
 from vescale_dtensor.engine import INVARIANT, REPLICATE, Mesh, fold_objects, line_objects, local_only, place_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_SUMMED = 1 << 16
 
 
 def check_replicas(root: nn.Module, mesh: Mesh) -> None:
@@ -62,36 +61,14 @@ def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
     )
 
 
-def replica(root: nn.Module, mesh: Mesh, turn: int) -> tuple[list[Tensor], list[int]]:
-    """One replicated parameter, of another in each turn, if there is any; and the axes along which ranks hold the
-    same."""
-    held = list(root.parameters())
-    turned = (held[(turn + at) % len(held)] for at in range(len(held)))  # looked at, one may have to arrive first
-    one = next((one for one in turned if _is_replicated(one, mesh)), None)
-    return ([], []) if one is None else ([one], [axis for axis in range(mesh.ndim) if _copies(one, axis)])
-
-
-def first_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums the bits of the first elements that this rank has of each, where they lie, without a wait."""
-    with torch.no_grad(), local_only():
-        return [
-            _bits(one.detach().reshape(-1)[:_MOST_SUMMED]).to("cpu", non_blocking=True)
-            for one in tensors
-            if one.layout is torch.strided and not one.is_meta
-        ]
-
-
-def _bits(flat: Tensor) -> Tensor:
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor)
-
-
 def _sums(parameters: Sequence[DTensor]) -> list[int]:
     """Sums each parameter's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
     made: dict[torch.device, list[tuple[int, Tensor]]] = {}
     with torch.no_grad(), local_only():
         for at, parameter in enumerate(parameters):
-            one = _bits(parameter.detach().reshape(-1))
+            flat = parameter.detach().reshape(-1)
+            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+            one = flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor)
             made.setdefault(one.device, []).append((at, one))
         found = {at: value for row in made.values()
                  for (at, _), value in zip(row, torch.stack([one for _, one in row]).tolist())}  # fmt: skip

@@ -143,13 +143,14 @@ class Watch:
 
     def _run(self) -> None:
         pause = min(max(BEAT_S, self.size / LOOKS_PER_S), max(self._bound / 4, 0.05))
-        asked, looked = None, time.monotonic()
+        asked, looked, newest = None, time.monotonic(), 0
         while not self._ended.wait(pause):
             now = time.monotonic()
             elapsed, looked = min(now - looked, 2 * pause), now
             self.ran += elapsed
             try:
-                self.main.look(self._wait is not None)
+                newest, before = id(recorder.ring[-1]) if recorder.ring else 0, newest
+                self.main.look(self._wait is not None, newest != before)
                 self._follow(now)
                 self._say()
                 if self._count < _STARTS:

@@ -1,33 +1,23 @@
 """The place of this rank's main thread, as its watch sees it: at which lines of the user's, in which call, how long.
 
-What nobody tells is seen in the thread's stack: a call of torch.distributed that the user made, a compilation. The
-stack is read as text, from `faulthandler`: whoever holds another thread's frames, be it for a moment, keeps alive what
-they refer to, such as a graph that the program takes for gone.
+What nobody tells is seen in the thread's stack: a call of torch.distributed that the user made, a compilation.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import re
+import sys
 import sysconfig
-import tempfile
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..events import is_user_code
+from ..events import is_users
 
 _MOVING = 1e-2
 """The share of a processor from which on a thread moves, in a loop perhaps, though found at one line each time."""
 _MOST_LINES = 30
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+).*\n(?P<calls>(?:  .*\n)*)", re.MULTILINE)
-_CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_BUSY = {
-    f"{os.sep}torch{os.sep}_inductor{os.sep}": "compiling",
-    f"{os.sep}vescale_checkpoint{os.sep}": "saving or loading",
-}
+_BUSY = {"torch._inductor.": "compiling", "vescale_checkpoint.": "saving or loading"}
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib"))
 
 
@@ -38,37 +28,31 @@ class Seen(NamedTuple):
     lines: list[str]
     call: str = ""
     busy: str = ""
-    mark: str = ""
+    mark: Any = None
 
     @property
     def place(self) -> str:
         return self.lines[0] if self.lines else "no line of the user's"
 
 
-def _stack(thread: int | None) -> str:
-    """Returns a thread's at most 100 innermost calls as text; "" without such a thread."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode()
-    return next((one["calls"] for one in _THREAD.finditer(text) if int(one["ident"], 16) == thread), "")
-
-
 def seen(thread: int | None) -> Seen:
     """Returns a thread's stack. Lines of installed libraries count where the program has none."""
-    stack = _stack(thread)
+    frame = sys._current_frames().get(thread)  # type: ignore[arg-type]
+    mark = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
     lines: list[str] = []
     libraries: list[str] = []
     call = busy = ""
-    for path, line, name in _CALL.findall(stack):
-        if is_user_code(path):
-            found = libraries if path.startswith(_LIBRARIES) else lines
-            found.append(f"{path}:{line} in {name}")
+    while frame is not None and len(lines) < _MOST_LINES:
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if is_users(frame):
+            found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
+            found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         elif not lines:
-            if not call and _DISTRIBUTED in path:
-                call = name
-            busy = busy or next((what for folder, what in _BUSY.items() if folder in path), "")
-    return Seen((lines or libraries)[:_MOST_LINES], call, busy, stack)
+            if not call and module.startswith("torch.distributed."):
+                call = code.co_name
+            busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
+        frame = frame.f_back
+    return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
 
 
 class MainThread:
@@ -81,11 +65,15 @@ class MainThread:
         self._since = self._then = time.monotonic()
         self._spent = 0.0
 
-    def look(self, waits: bool) -> None:
-        """`waits`: whether it waits for another rank; it may spin then."""
+    def look(self, waits: bool, came: bool = False) -> None:
+        """`waits`: whether it waits for another rank; it may spin then. `came`: whether it is known to have moved.
+
+        The stack of a thread that works is left alone: whoever holds its frames keeps alive what they refer to, such as
+        a graph that the program takes for gone. It is where it was found last, or further."""
         now, spent = time.monotonic(), self._processor_seconds()
-        works = (spent - self._spent) / max(now - self._then, 1e-3) > self._moving
-        found = seen(self.ident)
+        used = (spent - self._spent) / max(now - self._then, 1e-3)
+        works = came or used > self._moving
+        found = self.seen._replace(call="", busy="") if works else seen(self.ident)
         if (works and not waits) or found.mark != self.seen.mark:
             self._since = now
         self.seen, self.stood_s, self._then, self._spent = found, now - self._since, now, spent
