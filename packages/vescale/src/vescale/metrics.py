@@ -105,7 +105,7 @@ class JSONLines:
 
 
 def _step_of(line: str) -> float:
-    """Of a line that a killed run has written in part: infinite."""
+    """Returns the step of a line; infinity for one that a killed run has written in part."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         return json.loads(line)["step"]
     return math.inf
@@ -234,7 +234,7 @@ class Meter:
         self, model: nn.Module, writers: tuple[Writer, ...], every: int, start: int, flops: float | None,
         peak: float | None,
     ) -> None:  # fmt: skip
-        self.writers = writers if _rank() == 0 else ()
+        self.writers = writers if is_first() else ()
         self._model, self._every, self._steps = model, every, start
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._flops = _flops_per_token(model) if flops is None else flops
@@ -374,8 +374,9 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def is_first() -> bool:
+    """True on the rank that writes for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _world() -> int:

@@ -1,5 +1,7 @@
 """What `vescale train` makes of data: packed rows, positions by document, and labels of what the assistant says."""
 
+import copy
+import fcntl
 import json
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vescale._training import tokens
 from vescale._training.config import ConfigError, Data
 from vescale._training.tokens import Bytes, rows_of
 
@@ -73,6 +76,34 @@ def test_only_what_the_assistant_says_counts(tmp_path, words):
     assert [WORDS[token] for token in rows[0]["input_ids"].tolist()][
         :6
     ] == "<user> how are you <end> <assistant>".split()
+
+
+def test_another_chat_template_is_other_tokens(tmp_path, words):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "how are you", "completion": "thanks"}))
+    given = data(tmp_path, rows=f"{tmp_path}/*.jsonl", objective="sft", length=4)
+    asked = copy.deepcopy(words)
+    asked.chat_template = CHAT.replace("<end>", "and <end>")
+    first, second = ([WORDS[one] for one in rows_of(given, by, 9)[1]["input_ids"]] for by in (words, asked))
+    assert first == ["<end>", "<assistant>", "thanks", "<end>"] and second == ["and", "<end>", "<assistant>", "thanks"]
+
+
+def test_documents_without_an_end_have_no_positions(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(40))
+    with pytest.raises(ConfigError, match="needs a tokenizer with a token that ends a document"):
+        rows_of(data(tmp_path, tokens=f"{tmp_path}/a.npy", length=4, documents=True), None, 40)
+
+
+def test_a_process_that_writes_nothing_is_not_waited_for(tmp_path, monkeypatch):
+    """Another open file holds the lock, as another process would."""
+    (tmp_path / "a.txt").write_text("abcd")
+    given = data(tmp_path, text=f"{tmp_path}/a.txt", length=2)
+    rows_of(given, Bytes(), 256)
+    (lock,) = (tmp_path / "cache").glob("*.lock")
+    monkeypatch.setattr(tokens, "_SILENT_S", -1.0)
+    with open(lock, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="and has written no token"):
+            rows_of(given, Bytes(), 256)
 
 
 def test_the_last_rows_are_held_out(tmp_path):

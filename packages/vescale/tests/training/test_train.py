@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import vescale
-from vescale._training.config import read_config
+from vescale._training.config import ConfigError, read_config
 from vescale._training.model import build
 from vescale._training.run import train
 from vescale._training.script import script_of
+from vescale._training.stop import Stop
 from vescale_dtensor.testing import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -115,6 +116,19 @@ def test_the_curve_is_one_devices_to_the_bit_through_stops_and_other_meshes(conf
     assert losses(tmp_path / "many") == one
 
 
+def test_the_first_ctrl_c_asks_and_the_second_ends(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Stop(tmp_path) as stop:
+        stop.ask()
+        assert not stop.is_asked
+        os.kill(os.getpid(), signal.SIGINT)
+        stop.ask()
+        assert stop.is_asked
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second one was not heard")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def environment(folder: Path, **more: str) -> dict[str, str]:
     scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -169,6 +183,16 @@ def test_slurms_signal_saves_and_requeues_and_the_next_start_goes_on(config, tmp
     assert (tmp_path / "asked").read_text() == "requeue 7\n"  # it came to its end
     assert run_ranks(1, trained, config, f'checkpoint.folder="{tmp_path}/one"') == [True]
     assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+def test_the_longest_script_is_short_and_lora_has_none(config, tmp_path):
+    """Of a published model, with every entry that adds a line but the labels of a dialogue, which add one."""
+    more = ["model.name=somebody/something", "data.documents=true", "checkpoint.export=out", "optimizer.clip=1.0"]
+    text = script_of(read_config(config, more))
+    compile(text, "script.py", "exec")
+    assert len(text.splitlines()) < 79 and "snapshot_download('somebody/something')" in text
+    with pytest.raises(ConfigError, match="--script has no LoRA"):
+        script_of(read_config(config, ["model.lora.r=4"]))
 
 
 def weights(folder: Path, config: Path) -> dict[str, torch.Tensor]:

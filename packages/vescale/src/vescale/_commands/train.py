@@ -56,6 +56,7 @@ def train(
     if launch.is_worker():
         run(asked)
     elif count * launch.nodes() == 1:
-        run(asked) or launch.requeue()
-    else:
-        launch.launched(asked, [str(config), *(overrides or ())], count) or launch.requeue()
+        if not run(asked):
+            launch.requeue()
+    elif not launch.launched(asked, [str(config), *(overrides or ())], count):
+        launch.requeue()

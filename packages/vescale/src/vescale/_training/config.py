@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The model that is trained: `name`, or `type`; of both, the weights have the name's."""
+    """The model that is trained: `name`, or `type`; of both, the weights are the name's."""
 
     name: str | None = Field(None, description="HuggingFace name or folder, or module:function of your own.")
     type: str | None = Field(
@@ -38,9 +38,19 @@ class Model(Section):
     weights: bool = Field(True, description="Whether a HuggingFace name's weights are loaded; else they are random.")
     lora: dict[str, Any] = Field({}, description="Arguments of peft.LoraConfig; only the adapter is trained then.")
 
+    @property
+    def is_function(self) -> bool:
+        """True for a function of the user's own."""
+        return self.name is not None and ":" in self.name
+
+    @property
+    def published(self) -> str | None:
+        """HuggingFace name or folder, if there is one."""
+        return None if self.is_function else self.name
+
 
 class Data(Section):
-    """What it is trained on: one of `text`, `rows` and `tokens`."""
+    """The data that it is trained on: one of `text`, `rows` and `tokens`."""
 
     text: str | None = Field(None, description="Text files, as a glob; each is a document.")
     rows: str | None = Field(None, description="Files of JSON lines, as a glob, or a hub's name (needs datasets).")
@@ -99,7 +109,7 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """What is looked at in between."""
+    """Looks at the model in between."""
 
     every: int = Field(0, ge=0, description="Steps between two evaluations; 0: none.")
     batches: Count = Field(8, description="Batches of rows held out.")
@@ -240,11 +250,11 @@ def _example(field: Any) -> str:
 
 
 def _contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, tuple[str, str]]]:
-    """What does not go together: the entry, the rule, and how it is mended."""
+    """Yields contradictions between entries: the entry, the rule, and how it is mended."""
     model, data, training, plan = config.model, config.data, config.training, config.plan
     if model.name is None and model.type is None:
         yield ("model",), "[model] has neither name nor type", ('type = "llama"', "or a name")
-    if model.type is not None and model.name is not None and ":" in model.name:
+    if model.type is not None and model.is_function:
         yield ("model", "type"), "model.type is for HuggingFace's, and model.name is a function", ("without type", "")
     named = [key for key in ("text", "rows", "tokens") if getattr(data, key) is not None]
     if len(named) != 1:
@@ -269,7 +279,7 @@ def _contradictions(config: Config) -> Iterator[tuple[tuple[str, ...], str, tupl
     if data.objective == "sft" and data.tokenizer == "bytes":
         rule = 'data.objective = "sft" needs a tokenizer with a chat template, and bytes have none'
         yield ("data", "tokenizer"), rule, ('tokenizer = "..."', "a HuggingFace name or folder")
-    if data.tokenizer is None and data.tokens is None and (model.name is None or ":" in model.name):
+    if data.tokenizer is None and data.tokens is None and model.published is None:
         rule = "data.tokenizer is missing: the model has no name that one belongs to"
         yield ("data", "tokenizer"), rule, ('tokenizer = "bytes"', "or a HuggingFace name or folder")
     if config.evaluation.every and not data.held_out:

@@ -19,7 +19,7 @@ def build(config: Model, *, runs: bool = True) -> nn.Module:
 
     runs: False for a model of which only shapes count.
     """
-    if _function(config):
+    if config.is_function:
         module, _, function = str(config.name).partition(":")
         sys.path.insert(0, os.getcwd())
         try:
@@ -58,20 +58,16 @@ def build(config: Model, *, runs: bool = True) -> nn.Module:
 
 def weights_of(config: Model) -> str | None:
     """Returns the folder of the weights that a model of `build` has yet to load; None where they are its own."""
-    if _function(config) or config.name is None or not config.weights or config.lora:
+    if config.published is None or not config.weights or config.lora:
         return None
-    if os.path.isdir(config.name):
-        return config.name
+    if os.path.isdir(config.published):
+        return config.published
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"])
+        return snapshot_download(config.published, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:  # of the hub's, of many types
         rule = f"model.name = {config.name!r} is no folder, and the hub does not give it: {str(error).splitlines()[0]}"
         raise ConfigError(
             "vescale train", rule, (), [("weights = false", "random ones"), ('name = "folder"', "")]
         ) from error
-
-
-def _function(config: Model) -> bool:
-    return config.name is not None and ":" in config.name

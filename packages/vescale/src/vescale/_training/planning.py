@@ -45,7 +45,8 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
 
 @dataclass(frozen=True)
 class Foretold:
-    """What a run takes by the planner's formulas. `seconds`: of a step. `gib`: of the fullest device."""
+    """Time and memory that a run takes by the planner's formulas. `seconds`: of a step. `gib`: of the fullest
+    device."""
 
     why: Any
     seconds: float

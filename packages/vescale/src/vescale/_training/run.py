@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ def train(config: Config) -> bool:
     folder, on any number of ranks and under any plan.
     """
     torch.manual_seed(config.training.seed)
-    name = config.model.name
-    tokenizer = tokenizer_of(config.data, None if name is None or ":" in name else name)
+    tokenizer = tokenizer_of(config.data, config.model.published)
     with vescale.reproducible() if config.plan.reproducible else contextlib.nullcontext():
         return _Run(config, tokenizer).to_the_end()
 
@@ -57,13 +57,12 @@ class _Run:
         self.loader, self.held_out = load(rows, shuffle=True), load(held_out) if config.evaluation.every else None
         self.state = {
             "plan": plan, "model": self.model, "optimizer": self.optimizer, "rate": self.rate, "loader": self.loader,
-            "random": _generators(), "step": 0,
+            "random": Generators(), "step": 0,
         }  # fmt: skip
         self.device = next(self.model.parameters()).device
         self.latest = vescale.latest(self.folder)
         if self.latest is not None:
             vescale.load(self.folder, self.state, step=self.latest)
-            _set_generators(self.state["random"])
         elif (weights := weights_of(config.model)) is not None:
             vescale.load(weights, {"model": self.model})
 
@@ -114,12 +113,8 @@ class _Run:
 
     def step(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
         """One step of the optimizer. Returns its loss: the mean over the tokens that count."""
-        batch, plan = next(batches), self.state["plan"]
         losses = []
-        for part in plan.parts(batch, self.model):
-            loss = self.model(**part).loss
-            if plan.accumulation > 1:
-                loss = loss * (_counted(part) / _counted(batch))
+        for loss in self.losses(next(batches)):
             loss.backward()
             losses.append(loss.detach())
         if self.config.optimizer.clip is not None:
@@ -128,6 +123,13 @@ class _Run:
         self.optimizer.zero_grad()
         self.rate.step()
         return sum(losses[1:], losses[0])
+
+    def losses(self, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        """Yields the losses of the parts that the plan makes of a batch, which add up to the batch's."""
+        plan = self.state["plan"]
+        for part in plan.parts(batch, self.model):
+            loss = self.model(**part).loss
+            yield loss if plan.accumulation == 1 else loss * (_counted(part) / _counted(batch))
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """Epoch after epoch."""
@@ -139,25 +141,23 @@ class _Run:
         return {name: one.to(self.device) for name, one in batch.items()}
 
     def save(self) -> None:
-        self.state["random"] = _generators()
         keep = vescale.Retention(last=self.config.checkpoint.keep)
         vescale.save(self.folder, self.state, overwrite=True, retention=keep)
 
     def evaluate(self, step: int) -> None:
-        """The mean loss of the rows that are held out; training's random numbers are left as they are."""
-        config, random = self.config.evaluation, _generators()
+        """Tells the mean loss of the rows that are held out; training's random numbers are left as they are."""
+        config, random = self.config.evaluation, self.state["random"].state_dict()
         self.model.eval()
         with torch.no_grad():
-            losses = [
-                float(self.model(**self.placed(batch)).loss) for batch, _ in zip(self.held_out, range(config.batches))
-            ]
+            batches = islice(self.held_out, config.batches)
+            losses = [sum(map(float, self.losses(self.placed(batch)))) for batch in batches]
             say(f"step {step}  loss of rows held out {sum(losses) / len(losses):.4f}")
             if config.prompt is not None:
                 tokens = torch.tensor(self.tokenizer([config.prompt])["input_ids"], device=self.device)
                 found = self.model.generate(input_ids=tokens, max_new_tokens=config.tokens, do_sample=False)
                 say(f"step {step}  {self.tokenizer.decode(found[0].tolist(), skip_special_tokens=True)!r}")
         self.model.train()
-        _set_generators(random)
+        self.state["random"].load_state_dict(random)
 
     def meter(self) -> Any:
         config = self.config.log
@@ -173,17 +173,18 @@ def _counted(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] >= 0).sum())
 
 
-def _generators() -> dict[str, Tensor]:
-    """The states that later epochs and dropout are drawn from: one device's, alike on all ranks."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator().type
-        states[device] = torch.get_device_module(device).get_rng_state()
-    return states
+class Generators:
+    """torch's generators, which later epochs and dropout are drawn from: one device's, alike on all ranks."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator().type
+            states[device] = torch.get_device_module(device).get_rng_state()
+        return states
 
-def _set_generators(states: dict[str, Tensor]) -> None:
-    """Those of another kind of device are left."""
-    torch.set_rng_state(states["cpu"])
-    for device in states.keys() & {getattr(torch.accelerator.current_accelerator(), "type", None)}:
-        torch.get_device_module(device).set_rng_state(states[device])
+    def load_state_dict(self, states: dict[str, Tensor]) -> None:
+        """Leaves those of a kind of device that is not here."""
+        torch.set_rng_state(states["cpu"])
+        for device in states.keys() & {getattr(torch.accelerator.current_accelerator(), "type", None)}:
+            torch.get_device_module(device).set_rng_state(states[device])

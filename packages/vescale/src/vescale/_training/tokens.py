@@ -28,13 +28,14 @@ _AT_ONCE = 1000
 _PIECE = 1 << 20
 """Characters after which a long text is cut at the end of a line."""
 _IGNORED = -100
-_POLL_S, _TOLD_S = 0.2, 10.0
+_POLL_S, _TOLD_S, _SILENT_S = 0.2, 10.0, 600.0
+"""Seconds between looks at who tokenises, until it is told, and that its files may stand still."""
 
 
 class Bytes:
     """The tokenizer without files: a byte is a token, and 0 ends a document."""
 
-    eos_token_id, name_or_path = 0, "bytes"
+    eos_token_id = 0
 
     def __len__(self) -> int:
         return 256
@@ -99,6 +100,10 @@ def rows_of(data: Data, tokenizer: Any, vocabulary: int | None) -> Rows:
     vocabulary: of the model, which has no row for a larger token. Raises ConfigError.
     """
     end = getattr(tokenizer, "eos_token_id", None)
+    if data.documents and end is None:
+        rule = "data.documents needs a tokenizer with a token that ends a document"
+        remedies = [("documents = false", ""), ('tokenizer = "bytes"', "ends a document with 0")]
+        raise ConfigError("vescale train", rule, (), remedies)
     if data.tokens is not None:
         tokens, counted = _given(data.tokens), None
     else:
@@ -126,7 +131,7 @@ def _given(path: str) -> np.ndarray:
 
 
 class _Source(NamedTuple):
-    """What is tokenised: what tells it from other data, and its documents."""
+    """Data that is to be tokenised: what tells it from other data, and its documents."""
 
     identity: list[Any]
     documents: Callable[[], Iterator[dict[str, Any]]]
@@ -170,16 +175,23 @@ def _tokenised(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray | Non
     """The tokens, and which of them count in the loss (None: all), from the cache's files."""
     source = _source(data)
     kind = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
-    about = [source.identity, tokenizer.name_or_path, len(tokenizer), data.objective, kind.str]
+    about = [source.identity, _identity(tokenizer), data.objective, kind.str]
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
     folder = Path(data.cache).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     tokens, counted = folder / f"{name}.tokens", folder / f"{name}.counted"
-    with _alone(folder / f"{name}.lock"):
+    with _alone(folder, name):
         if not tokens.exists():
             _write(source.documents(), data, tokenizer, kind, tokens, counted)
     masks = np.memmap(counted, np.uint8, "r") if data.objective == "sft" else None
     return np.memmap(tokens, kind, "r"), masks
+
+
+def _identity(tokenizer: Any) -> list[Any]:
+    """Tells a tokenizer from others, and from itself with another vocabulary or chat template."""
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    told = [getattr(tokenizer, name, None) for name in ("name_or_path", "chat_template", "eos_token_id")]
+    return [*told, len(tokenizer), repr(type(tokenizer)), rules and rules.to_str()]
 
 
 def _write(
@@ -247,16 +259,25 @@ def _column(row: dict[str, Any], name: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time in. A lock goes with its process, so that nobody waits for a dead one."""
-    began, told = time.monotonic(), False
-    with open(path, "a") as file:
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Lets one process at a time in. A lock goes with its process, so that nobody waits for a dead one; one whose files
+    stand still for _SILENT_S ends the wait with a ConfigError."""
+    told, sizes, since = False, {}, time.monotonic()
+    with open(folder / f"{name}.lock", "a") as file:
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if not told and time.monotonic() - began > _TOLD_S:
+            now, seen = time.monotonic(), sizes
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                seen = {one: one.stat().st_size for one in folder.glob(f"{name}.*.*")}
+            if seen != sizes:
+                sizes, since = seen, now
+            if not told and now - since > _TOLD_S:
                 told = True
-                print(f"vescale train: another process tokenises the data ({path})", file=sys.stderr, flush=True)
+                print(f"vescale train: another process tokenises the data ({file.name})", file=sys.stderr, flush=True)
+            if now - since > _SILENT_S:
+                rule = f"another process holds {file.name}, and has written no token for {_SILENT_S:.0f} s"
+                raise ConfigError("vescale train", rule, (), [(f"fuser {file.name}", "names the process")])
             time.sleep(_POLL_S)
         yield
