@@ -3,6 +3,7 @@
 import copy
 import fcntl
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ def test_the_last_rows_are_held_out(tmp_path):
     "more, says",
     [
         ({"text": "none/*.txt"}, "matches no file"),
-        ({"rows": "none/*.jsonl"}, "matches no file, and is no data set"),
+        ({"rows": "none/*.jsonl"}, "this configuration needs datasets, which is not here"),
         ({"tokens": "none.npy"}, "cannot be read"),
         ({"tokens": "odd.npy"}, "holds float64 of shape (2, 2)"),
         ({"tokens": "few.npy", "length": 9}, "there are 3 tokens"),
@@ -129,6 +130,7 @@ def test_the_last_rows_are_held_out(tmp_path):
 )
 def test_data_that_cannot_be_trained_on(more, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     np.save("odd.npy", np.ones((2, 2)))
     np.save("few.npy", np.array([1, 300, 2]))
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')

@@ -27,7 +27,11 @@ def train(
     SIGUSR1 and Ctrl-C make it save and end; under Slurm it is requeued then.
     """
     try:
+        from .._training import launch
         from .._training.config import Config, read_config
+        from .._training.planning import foretold
+        from .._training.run import train as run
+        from .._training.script import script_of
     except ImportError as error:
         remedies = [("pip install 'vescale[train]'", "")]
         raise VescaleError("vescale train", f"it needs {error.name}, which is not here", (), remedies) from error
@@ -37,11 +41,6 @@ def train(
     if config is None:
         remedies = [("vescale train recipes/shakespeare.toml", ""), ("vescale train --schema", "what may be said")]
         raise VescaleError("vescale train", "it names no configuration", (), remedies)
-    from .._training import launch
-    from .._training.planning import foretold
-    from .._training.run import train as run
-    from .._training.script import script_of
-
     asked = read_config(config, overrides or ())
     if dry_run is not None:
         told, console = foretold(asked, dry_run), Console()

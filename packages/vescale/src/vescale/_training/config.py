@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,15 @@ _SHOWN = 8
 
 class ConfigError(VescaleError):
     """A configuration of `vescale train` is wrong; the text names each key, its line and a remedy."""
+
+
+def library(name: str) -> Any:
+    """Returns an optional library. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        rule = f"this configuration needs {name}, which is not here: {error}"
+        raise ConfigError("vescale train", rule, (), [("pip install 'vescale[train]'", "")]) from error
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from torch import nn
 
 import vescale
 
-from .config import ConfigError, Model
+from .config import ConfigError, Model, library
 
 
 def build(config: Model, *, runs: bool = True) -> nn.Module:
@@ -31,8 +31,7 @@ def build(config: Model, *, runs: bool = True) -> nn.Module:
             sys.path.remove(os.getcwd())
         with vescale.deferred_init():
             return make(**config.config)
-    import transformers
-
+    transformers = library("transformers")
     kind = transformers.AutoModelForCausalLM
     try:
         if config.type is not None:
@@ -50,8 +49,7 @@ def build(config: Model, *, runs: bool = True) -> nn.Module:
         raise ConfigError("vescale train", rule, (), [('type = "llama"', "with random weights")]) from error
     if not config.lora:
         return model
-    import peft
-
+    peft = library("peft")
     with contextlib.nullcontext() if runs and config.weights else vescale.deferred_init():
         return peft.get_peft_model(model, peft.LoraConfig(**config.lora))
 
@@ -62,10 +60,9 @@ def weights_of(config: Model) -> str | None:
         return None
     if os.path.isdir(config.published):
         return config.published
-    from huggingface_hub import snapshot_download
-
+    hub = library("huggingface_hub")
     try:
-        return snapshot_download(config.published, allow_patterns=["*.safetensors", "*.json"])
+        return hub.snapshot_download(config.published, allow_patterns=["*.safetensors", "*.json"])
     except Exception as error:  # of the hub's, of many types
         rule = f"model.name = {config.name!r} is no folder, and the hub does not give it: {str(error).splitlines()[0]}"
         raise ConfigError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .config import ConfigError, Data
+from .config import ConfigError, Data, library
 
 _AT_ONCE = 1000
 """Documents that are tokenised in one call, on all cores."""
@@ -52,10 +52,9 @@ def tokenizer_of(data: Data, model: str | None) -> Any:
     name = data.tokenizer or (None if data.tokens is not None else model)
     if name is None or name == "bytes":
         return None if name is None else Bytes()
-    from transformers import AutoTokenizer
-
+    transformers = library("transformers")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # of many types
         remedies = [('tokenizer = "bytes"', "needs no files"), ('tokenizer = "folder"', "with a tokenizer.json")]
         raise ConfigError("vescale train", f"there is no tokenizer {name!r}: {error}", (), remedies) from error
@@ -139,7 +138,7 @@ class _Source(NamedTuple):
 
 def _source(data: Data) -> _Source:
     pattern = data.text or data.rows or ""
-    files = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    files = sorted(filter(os.path.isfile, glob.glob(os.path.expanduser(pattern), recursive=True)))
     if not files and data.text is not None:
         rule = f"data.text = {pattern!r} matches no file"
         raise ConfigError("vescale train", rule, (), [('text = "folder/*.txt"', "relative to where the command runs")])
@@ -148,13 +147,12 @@ def _source(data: Data) -> _Source:
         return _Source(known, lambda: ({"text": Path(file).read_text(errors="replace")} for file in files))
     if files:
         return _Source(known, lambda: _objects(files))
+    datasets = library("datasets")
     try:
-        import datasets  # type: ignore[import-not-found]
-
         held = datasets.load_dataset(pattern, split="train")
     except Exception as error:  # of the hub's, of many types
-        rule = f"data.rows = {pattern!r} matches no file, and is no data set of the hub's that can be read: {error}"
-        remedies = [('rows = "data/*.jsonl"', "a JSON object a line"), ("pip install datasets", "for the hub's")]
+        rule = f"data.rows = {pattern!r} matches no file, and is no data set that datasets reads: {error}"
+        remedies = [('rows = "data/*.jsonl"', "a JSON object a line"), ('rows = "owner/name"', "of the hub's")]
         raise ConfigError("vescale train", rule, (), remedies) from error
     return _Source([pattern, held._fingerprint], lambda: iter(held))
 
