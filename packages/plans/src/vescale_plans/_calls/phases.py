@@ -92,8 +92,8 @@ PHASES = {
         "tokens travel to the ranks that hold their experts", "what the experts gave travels back", ends=True
     ),
     "list": Phase(
-        "experts in a list: a first pass finds the rows of each, which are computed together",
-        "the block's result becomes DTensors",
+        "experts in a list: stand-ins take their calls, for one rank each",
+        "the list is the block's again, and ranks tell each other what experts wrote",
         ends=True,
     ),
     "loss": Phase("arguments of loss_fn alone are put aside", "loss_fn takes the output"),
