@@ -12,7 +12,6 @@ MODES = """
 _reproducible/mode.py reproducible functions | a user's block | answers: canonical forms in place of sums
 _context/described.py _Watch functions | a mask is described | refuses what mixes positions; tables to look up
 _debugger/origins.py _Recorder functions | `explaining` | listens: what made each DTensor
-_experts/listed/rows.py Draws functions | a block with a list of experts runs | answers: random numbers at rows' places
 _dry/meter.py Meter operators | a dry run, and the planner's probes | listens: bytes alive, FLOPs
 search/probing/run.py Probe operators | the planner's probes | answers: stubs every contraction
 search/probing/model.py OnOneDevice functions | the planner's probes | answers what C++ would refuse on two devices

@@ -11,15 +11,17 @@ in stacked weights travel together. Cost: per call of an expert its rows are mad
 it gives is summed over it; per call of the block a small all-gather of what experts wrote.
 
 What an expert writes of itself, its rank tells the others after the block's call, so that all hold what one device
-would. Random numbers it may not draw: the ranks' generators would part.
+would, and so it does where an expert raises: meanwhile zeros stand in for it, too, so that no rank waits for another.
+Random numbers they may not draw: the ranks' generators would part.
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +41,21 @@ from vescale_dtensor.engine import (
 )
 
 from .._apply.generators import random_states, same_states, set_random_states
-from .._calls.chain import add_step
+from .._calls.chain import add_step, hooks_before
 from .._plan.parts import PlanError
 from .local_rows import row_states, swap_in
 from .route import Spread, total_load
 from .split import refuse_unsplit, split_axes
 from .state import Kept
 
-_DRAWS = "draws random numbers"
+
+class _Running(NamedTuple):
+    """A call of the block."""
+
+    held: Any  # in the list's place before
+    load: list[int]
+    written: set[str]  # what experts of this rank wrote, by the list's names
+    faults: dict[str, str]  # expert -> what it may not do
 
 
 class ListBoundary:
@@ -58,24 +67,23 @@ class ListBoundary:
         self._spread = Spread(name, mesh, mesh.names.index(axis), count)
         self._split, whole = split_axes(self.modules.named_parameters(), self._spread.axis)
         refuse_unsplit(name, mesh, self.modules.named_parameters(), whole)
-        own = range(self._spread.first, self._spread.first + self._spread.local)
-        self._own = [(f"{i}.{at}".rstrip("."), one) for i in own for at, one in self.modules[i].named_modules()]
+        self._refuse_recomputed()
         self._load, self._replicas = [0] * self._spread.local, ()
-        self._gives: torch.dtype | None = None  # of an expert's answer; None until the first call
-        self._running: list[tuple[Kept, dict[str, str]]] = []  # what experts held, and their faults, by name
+        self._gives: dict[tuple, torch.dtype] = {}  # what an answer's dtype depends on -> it
+        self._running: list[_Running] = []
         add_step(block, "list", self._enter, self._leave)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
-        self._load = [0] * self._spread.local
-        self._running.append((Kept(self._own, deep=True), {}))
+        self._running.append(_Running(block._modules[self._key], [0] * self._spread.local, set(), {}))
         block._modules[self._key] = _Stubs(self)
 
     def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        block._modules[self._key] = self.modules
-        kept, faults = self._running.pop()
+        running = self._running.pop()
+        block._modules[self._key] = running.held
         if output is not None:  # it has not raised
-            self._share(kept.written(), faults)
+            self._load = running.load
+            self._share(running.written, running.faults)
         return output
 
     def total_load(self) -> list[int]:
@@ -98,52 +106,65 @@ class ListBoundary:
         outside = row_states(was.states, spread, False, frozenset())
         inside = _with(outside, axes, REPLICATE)
         local, here = convert(rows, was.with_states(inside), cause).to_local(), index - spread.first
-        if self._gives is None:
-            self._gives = self._tried(local, inside)
-            self._say()
-        if 0 <= here < spread.local:
-            given = self._computed(index, local, inside).to(self._gives)
-            self._load[here] += prod(local.shape[:-1])
-        else:
-            given = _Elsewhere.apply(local, self._gives)
+        held = 0 <= here < spread.local
+        given = self._computed(index, local, inside) if held else None
+        gives = self._dtype(local, given)
+        if held:
+            self._running[-1].load[here] += prod(local.shape[:-1])
+            if given is not None and given.dtype != gives:
+                self._running[-1].faults[f"expert {index}"] = f"gives {given.dtype}, where others gave {gives}"
+        given = torch.zeros_like(local, dtype=gives) if given is None else given.to(gives)
         if torch.is_grad_enabled() and not given.requires_grad:  # a backward goes the same way on all ranks
             given.requires_grad_(any(one.requires_grad for one in self.modules[index].parameters()))
+        given = _Answer.apply(given, local)
         parted = [axis for axis, state in enumerate(inside) if state.is_sharded]
         self._replicas = tuple(a for a in range(len(inside)) if a != spread.axis and a not in parted)
         parts = was.with_states(_with(inside, axes, PARTIAL))
         return convert(from_plain(given, parts), was.with_states(outside), cause)
 
-    def _computed(self, index: int, rows: Tensor, states: tuple[State, ...]) -> Tensor:
-        """One expert of this rank's, on plain tensors. `states`: of the layout of all rows."""
+    def _computed(self, index: int, rows: Tensor, states: tuple[State, ...]) -> Tensor | None:
+        """One expert of this rank's, on plain tensors; None where it is at fault. `states`: those of all rows."""
         member, held, before = self.modules[index], [], random_states()
-        faults, name = self._running[-1][1], f"expert {index}"
+        kept, version = Kept(member.named_modules(), deep=True), None if rows.is_inference() else rows._version
+        for module in member.modules():
+            held.append((module, swap_in(module, states, f"{self.name}.{index}")))
         try:
-            for module in member.modules():
-                held.append((module, swap_in(module, states, f"{self.name}.{index}")))
-            given = member(rows)
+            given, fault = member(rows if version is not None else rows.clone()), None
+        except Exception as error:
+            given, fault = None, f"raises {type(error).__name__}: {error}"
         finally:
             for module, parameters in held:
                 module._parameters.update(parameters)
         if not same_states(before, random_states()):
             set_random_states(before)  # all ranks draw alike
-            faults[name] = _DRAWS
-        if given.shape != rows.shape:
-            faults[name] = f"makes {list(given.shape)} of rows {list(rows.shape)}"
-            return rows * 0
-        if any(state.is_sharded for state in states):
-            faults.setdefault("", self.mesh.names[next(a for a, state in enumerate(states) if state.is_sharded)])
-        return given
+            fault = fault or "draws random numbers"
+        written = kept.written()
+        self._running[-1].written.update(f"{index}.{name}" for name in written)
+        apart = [self.mesh.names[axis] for axis, state in enumerate(states) if state.is_sharded]
+        if fault is None and written and apart:
+            fault = f"writes {written[0]!r}, each rank of axis {apart[0]!r} from its own rows"
+        if fault is None and version is not None and rows._version != version:
+            fault = "writes to the rows that it is given, which other ranks hold, too (rows = rows.clone() first)"
+        if fault is None and not (isinstance(given, Tensor) and given.shape == rows.shape):
+            made = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            fault = f"makes {made} of rows {list(rows.shape)}"
+        if fault is None:
+            return given
+        self._running[-1].faults[f"expert {index}"] = fault
+        return None
 
-    def _tried(self, rows: Tensor, states: tuple[State, ...]) -> torch.dtype:
-        """Returns the dtype of what an expert gives, which all ranks must know, by a run on two rows of zeros that
-        leaves nothing."""
-        kept, states_before = Kept(self._own, deep=True), random_states()
-        with torch.no_grad():
-            given = self._computed(self._spread.first, rows.new_zeros(2, rows.shape[-1]), states)
-        kept.restore()
-        set_random_states(states_before)
-        self._running[-1][1].pop("", None)
-        return given.dtype
+    def _dtype(self, rows: Tensor, given: Tensor | None) -> torch.dtype:
+        """Returns the dtype of what experts give, on all ranks alike, who were told once."""
+        kind = rows.device.type
+        key = rows.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        if key not in self._gives:
+            if not self._gives:
+                self._say()
+            told = fold_objects(given.dtype if given is not None else None, _first, self.mesh)
+            if told is None:  # the expert is at fault, or in a dry run another rank's
+                return rows.dtype
+            self._gives[key] = told
+        return self._gives[key]
 
     def _say(self) -> None:
         if not any(self.mesh.coordinate) and self._spread.ranks > 1:
@@ -156,13 +177,13 @@ class ListBoundary:
 
     # --- what experts write -----------------------------------------------------------------
 
-    def _share(self, names: tuple[str, ...], faults: dict[str, str]) -> None:
+    def _share(self, written: Iterable[str], faults: dict[str, str]) -> None:
         """All ranks hold what an expert wrote of itself. Raises PlanError, on all alike, where they cannot."""
-        apart, mine = faults.pop("", None), {}
-        for name in names:
+        mine = {}
+        for name in written:
             module, key = self._place(name)
             value = (module._buffers if key in module._buffers else vars(module)).get(key)
-            why = f"writes {key!r}, each rank of axis {apart!r} from its own rows" if apart else None
+            why = None
             if isinstance(value, Tensor) and value.requires_grad:
                 why = f"writes {key!r} with a gradient, which would not come back"
             try:
@@ -170,7 +191,7 @@ class ListBoundary:
             except Exception as error:
                 why = f"writes {key!r}, which other ranks cannot be told: {error}"
             if why is not None:
-                faults[f"expert {name.partition('.')[0]}"] = why
+                faults.setdefault(f"expert {name.partition('.')[0]}", why)
         told, faults = fold_objects((mine, faults), _merged, self.mesh)
         for name, why in sorted(faults.items()):
             raise PlanError(self.name, f"{name} of this list {why}", (), self._remedies())
@@ -189,6 +210,15 @@ class ListBoundary:
             ("experts as stacked weights [experts, ...]", "one module, recognised, or declared by experts={...}"),
         ]
 
+    def _refuse_recomputed(self) -> None:
+        """Raises PlanError for an expert that is to be recomputed alone: its rank would then hold no rows to a backward
+        that communicates."""
+        for at, member in self.modules.named_modules(prefix=self.name):
+            if any(hook.step is not None and hook.step.name == "checkpoint" for hook in hooks_before(member)):
+                block = self.name.rpartition(".")[0]
+                rule = f"checkpointing names {at!r}, one expert of a list, which computes inside its block's call"
+                raise PlanError("parallelize", rule, (), [(f'checkpointing={{"{block}": True}}', "the whole block")])
+
     def refused(self, index: int, what: str) -> PlanError:
         return PlanError(self.name, f"expert {index} of {self.name!r} {what}", (), self._remedies())
 
@@ -197,7 +227,7 @@ class _Stub:
     """Stands for an expert while the block's forward runs."""
 
     def __init__(self, boundary: ListBoundary, index: int) -> None:
-        self._boundary, self._index = boundary, index
+        vars(self).update(_boundary=boundary, _index=index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         given = (*args, *kwargs.values())
@@ -211,6 +241,12 @@ class _Stub:
             what = f"is asked for {name!r}, which is on one rank only: it can be called as a whole"
             raise self._boundary.refused(self._index, what)
         return value
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._boundary.refused(self._index, f"is asked for its part {key!r}: it can be called as a whole")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._boundary.modules[self._index], name, value)
 
 
 class _Stubs(list):
@@ -227,17 +263,22 @@ class _Stubs(list):
         return getattr(self._modules_of, name)
 
 
-class _Elsewhere(torch.autograd.Function):
-    """Stands for an expert of other ranks: zeros, whose backward reaches the rows as the others' does."""
+class _Answer(torch.autograd.Function):
+    """An expert's answer, or the zeros that stand for it: its backward reaches the rows on all ranks, and it keeps a
+    tensor, so that they end a recomputation at the same place."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = rows.dtype
-        return torch.zeros_like(rows, dtype=dtype)
+    def forward(ctx, given: Tensor, rows: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows.new_empty(0))
+        ctx.rows = rows.shape, rows.dtype
+        return given.detach()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return torch.zeros_like(gradient, dtype=ctx.dtype), None
+    def backward(ctx, gradient: Tensor | None):
+        _ = ctx.saved_tensors
+        shape, dtype = ctx.rows
+        return gradient, None if gradient is None else gradient.new_zeros(shape, dtype=dtype)
 
 
 def _with(states: tuple[State, ...], axes: set[int], other: State) -> tuple[State, ...]:
@@ -246,6 +287,10 @@ def _with(states: tuple[State, ...], axes: set[int], other: State) -> tuple[Stat
 
 def _merged(said: list[tuple[dict, dict]]) -> tuple[dict, dict]:
     return tuple({name: value for part in parts for name, value in part.items()} for parts in zip(*said))
+
+
+def _first(said: list) -> Any:
+    return next((one for one in said if one is not None), None)
 
 
 def _put(module: nn.Module, key: str, value: Any) -> None:
