@@ -127,8 +127,35 @@ def test_tensors_of_all_kinds_of_places_have_their_values_again(write):
                 one += 1
             else:
                 one.data = torch.full((2 if write == "data" else 5,), 7.0)
+    names = ["first.average", "first.totals.inner", "second.plain"]
+    assert sorted(slot.name for slot in kept.written()) == names and kept.changed() == []
     kept.restore()
     assert all(map(torch.equal, tensors, before)) and not torch.equal(weight, torch.ones(1))
+
+
+def test_versions_tell_writes_without_copies():
+    model = Outer()
+    model.first.meta = torch.zeros(2, device="meta")
+    kept = Kept(model, copies=False)
+    assert kept.written() == []
+    model.first.meta += 1
+    model.first.average += torch.nan
+    model.first.calls = 1
+    assert [slot.name for slot in kept.written()] == ["first.calls", "first.meta", "first.average"]
+
+
+def test_arrays_and_all_but_buffers_are_taken_back():
+    model = Outer()
+    model.first.array, model.first.average[0] = numpy.arange(3.0), torch.nan
+    kept = Kept(model)
+    assert kept.written() == []
+    model.first.array[1] = 7
+    model.first.average[1] = 2
+    assert {slot.name for slot in kept.written()} == {"first.array", "first.average"}
+    kept.restore(buffers=False)
+    assert model.first.array.tolist() == [0, 1, 2] and model.first.average[1] == 2
+    kept.restore()
+    assert model.first.average[1] == 1
 
 
 def test_attributes_that_are_not_looked_at():

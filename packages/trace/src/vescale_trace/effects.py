@@ -72,14 +72,16 @@ class Slot(NamedTuple):
 class Kept:
     """Everything that a run of `model` may leave something in, but parameters, as it is now.
 
-    Cost: a copy of every tensor in it.
+    Cost: a copy of every tensor and numpy array in it.
 
     Arguments:
         ignored: attributes that are not looked at.
+        copies: whether tensors and arrays are copied; if not, writes to tensors are told by their versions alone, and
+            nothing can be restored.
     """
 
-    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._ignored = _MACHINERY.union(ignored)
+    def __init__(self, model: nn.Module, ignored: Collection[str] = (), copies: bool = True) -> None:
+        self._ignored, self._copies = _MACHINERY.union(ignored), copies
         self._owners: dict[int, tuple[str, Any]] = {}
         self._leads: dict[int, list[int]] = {}  # an owner -> objects that its attributes hold
         self._was: dict[int, dict[Slot, Any]] = {}  # by owner
@@ -93,7 +95,7 @@ class Kept:
             self._was[id(owner)] = dict(self._attributes(name, owner))
             for slot, value in self._was[id(owner)].items():
                 containers: dict[int, tuple[Any, dict]] = {}
-                self._look(value, slot.name, containers, waiting)
+                self._look(value, slot, containers, waiting)
                 if containers:
                     self._inside[slot] = containers
             self._leads[id(owner)] = [id(held) for _, held in waiting[met:]]
@@ -118,17 +120,25 @@ class Kept:
         """Returns the slots of the whole model that hold a container that holds other things than it did."""
         return [slot for slot in self._inside if self._is_refilled(slot)]
 
-    def restore(self) -> None:
-        """Makes everything as it was: the same objects hold the same."""
+    def written(self) -> list[Slot]:
+        """Returns the slots of the whole model that hold other things than they did, or tensors and arrays that were
+        written in place."""
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            written = [one.slot for one in self._tensors.values() if one.is_written]
+        return list(dict.fromkeys([*self.changed(), *written]))
+
+    def restore(self, buffers: bool = True) -> None:
+        """Makes everything as it was, or all but buffers: the same objects hold the same."""
         for slot, now in list(self.held()):
-            if now is not (before := self._before(slot)):
+            if now is not (before := self._before(slot)) and (buffers or not slot.is_buffer):
                 slot.replace(before)
         for container, content in (one for inside in self._inside.values() for one in inside.values()):
             if not _holds(container, content, operator.is_):
                 _fill(container, content)
         with torch.no_grad(), DisableTorchFunctionSubclass():
             for held in self._tensors.values():
-                held.restore()
+                if held.is_written and (buffers or not held.slot.is_buffer):
+                    held.restore()
 
     def _attributes(self, name: str, owner: Any) -> Iterator[tuple[Slot, Any]]:
         prefix = f"{name}." if name else ""
@@ -138,21 +148,22 @@ class Kept:
         for leaf, value in list(owner._buffers.items()) if isinstance(owner, nn.Module) else ():
             yield Slot(owner, leaf, prefix + leaf, True), value
 
-    def _look(self, value: Any, name: str, containers: dict, objects: list[tuple[str, Any]]) -> None:
+    def _look(self, value: Any, slot: Slot, containers: dict, objects: list[tuple[str, Any]]) -> None:
         """Notes what is in an attribute's value."""
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) or _is_array(value):
             if id(value) not in self._tensors and not isinstance(value, nn.Parameter):
-                with DisableTorchFunctionSubclass():
-                    if not value.is_meta and value.layout is torch.strided:
-                        self._tensors[id(value)] = _Held(value, _version(value), value.detach().clone())
+                with torch.no_grad(), DisableTorchFunctionSubclass():
+                    values = _values(value) if self._copies else None
+                    copy = None if values is None else values.copy() if _is_array(values) else values.clone()
+                    self._tensors[id(value)] = _Held(slot, value, _version(value), copy)
             return
         if _is_object(value):
-            objects.append((name, value))
+            objects.append((slot.name, value))
         if isinstance(value, (tuple, *_CONTAINERS)) and id(value) not in containers:
             content = _content(value)
             containers[id(value)] = value, content
             for item in content.values():
-                self._look(item, name, containers, objects)
+                self._look(item, slot, containers, objects)
 
     def _before(self, slot: Slot) -> Any:
         return self._was[id(slot.owner)].get(slot, _ABSENT)
@@ -162,23 +173,55 @@ class Kept:
 
 
 class _Held(NamedTuple):
-    """A tensor, with its version and its values: kernels of batch normalization count no write."""
+    """A tensor or a numpy array, with its version and, where they are copied, its values: kernels of batch
+    normalization count no write."""
 
-    tensor: Tensor
+    slot: Slot
+    holder: Any
     version: int | None
-    values: Tensor
+    values: Any
+
+    @property
+    def is_written(self) -> bool:
+        if _version(self.holder) != self.version or self.values is None:
+            return _version(self.holder) != self.version
+        now = _values(self.holder)
+        if _is_array(now):
+            return now.tobytes() != self.values.tobytes()
+        if now.shape != self.values.shape or now.dtype != self.values.dtype:
+            return True
+        return not (torch.equal(now, self.values) or torch.equal(now.nan_to_num(), self.values.nan_to_num()))
 
     def restore(self) -> None:
-        now = self.tensor
-        if now.shape != self.values.shape or now.dtype != self.values.dtype:
-            now.data = self.values
-        elif _version(now) != self.version or not torch.equal(now, self.values):
-            now.data.copy_(self.values)
+        now = _values(self.holder)
+        if self.values is None:
+            return
+        if _is_array(now):
+            now[...] = self.values
+        elif now.shape != self.values.shape or now.dtype != self.values.dtype:
+            self.holder.data = self.values
+        else:
+            now.copy_(self.values)
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Returns how often it was written in place; None for one of inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")  # whoever holds an array has imported it
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _values(value: Any) -> Any:
+    """Returns the tensor or array that holds the values, of a distributed tensor this rank's; None where these cannot
+    be read."""
+    if _is_array(value):
+        return value
+    plain = value.to_local() if hasattr(value, "to_local") else value
+    return None if plain.is_meta or plain.layout is not torch.strided else plain.detach()
+
+
+def _version(value: Any) -> int | None:
+    """Returns how often it was written in place; None for an array, and for a tensor of inference mode, which do not
+    count."""
+    return None if _is_array(value) or value.is_inference() else value._version
 
 
 def _content(container: Any) -> dict[Any, Any]:

@@ -1,5 +1,7 @@
 """How blocks call the experts of their list, and what these may give, against one device: five experts on two ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,21 @@ class Expert(nn.Module):
 
     def forward(self, rows):
         return self.b(self.a(rows).relu())
+
+
+class Counting(Expert):
+    """Counts in an attribute and in an object of its own, and averages in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.tally = torch.zeros((), dtype=torch.float64), SimpleNamespace(calls=0)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, rows):
+        self.total += len(rows)
+        self.tally.calls += 1
+        self.mean.mul_(0.5).add_(rows.detach().mean(0))
+        return super().forward(rows) + 0.1 * self.mean
 
 
 class Detached(Expert):
@@ -65,14 +82,14 @@ class Summed(Block):
     """Behind the last expert nothing is kept for the backward."""
 
     def mixed(self, x, shares):
-        return 0.1 * sum(expert(x) for expert in self.experts) + shares.sum()
+        return 0.1 * sum(expert(x) for expert in self.experts) + shares.square().sum()
 
 
 class Chained(Block):
     def mixed(self, x, shares):
         for expert in self.experts:
             x = x + 0.1 * expert(x)
-        return x + shares.sum()
+        return x + shares.square().sum()
 
 
 class Writing(Block):
@@ -128,7 +145,11 @@ def trained(model, optimizer, dtype, autocast):
         for guard in (torch.no_grad, torch.inference_mode):
             with guard():
                 seen[f"{guard.__name__} {step}"] = model(torch.ones(7, WIDTH, dtype=dtype)).clone()
-    seen["calls"] = [getattr(one, "calls", 0) for block in model.blocks for one in block.experts]
+    experts = [one for block in model.blocks for one in block.experts]
+    seen["calls"] = [getattr(one, "calls", 0) for one in experts]
+    seen |= {f"buffer {key}": one.clone() for key, one in model.named_buffers()}
+    seen |= {f"counts of {i}": torch.stack([one.total, torch.tensor(one.tally.calls)])
+             for i, one in enumerate(experts) if isinstance(one, Counting)}  # fmt: skip
     return {key: one.full_tensor().detach() if hasattr(one, "full_tensor") else one for key, one in seen.items()}
 
 
@@ -165,6 +186,7 @@ CALLS = {
     "another dtype": (plan_of(), True, Block, Double),
     "layers recomputed": (plan_of(checkpointing={"blocks.*": True}), False, Block, Expert),
     "summed, recomputed": (plan_of(checkpointing={"blocks.*": True}), False, Summed, Expert),
+    "state, recomputed": (plan_of(data=False, checkpointing={"blocks.*": True}), False, Summed, Counting),
     "chained, recomputed": (plan_of(data=False, checkpointing={"blocks.*": True}), False, Chained, Expert),
 }
 

@@ -47,6 +47,7 @@ from vescale_dtensor.engine import (
     is_reproducible,
     layout_of,
 )
+from vescale_trace.effects import Kept
 
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
@@ -58,9 +59,8 @@ from .counters import numbers_like
 from .local_rows import row_states, swap_in
 from .route import Back, Out, Route, Spread, of_any_rank, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
-from .state import Kept
 from .told import Stack, Told
-from .trial import Trial
+from .trial import LENT, Trial
 
 
 class ExpertsBoundary:
@@ -96,7 +96,7 @@ class ExpertsBoundary:
         self.writes: tuple[str, ...] = ()
         self._looks = {True: True, False: True}
         self.beside = Beside(block, module) if spread and block is not None else None
-        self._running: list[tuple[_Call | _UnsplitCall, Computed, Kept] | None] = []  # None: as any module's forward is
+        self._running: list[tuple[_Call | _UnsplitCall, Computed, Kept | None] | None] = []  # None: as any module's
         add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -107,7 +107,7 @@ class ExpertsBoundary:
             return args, kwargs
         try:
             self._look(module, args, kwargs)
-            kept = Kept(() if self.writes else module.named_modules(), deep=False)
+            kept = None if self.writes else Kept(module, LENT, copies=False)
             if not (self._tried or self.writes):
                 self._try_slices(module, args, kwargs)
             call = (_UnsplitCall if is_reproducible() or self.writes else _Call)(self, module, args, kwargs)
@@ -203,7 +203,7 @@ class ExpertsBoundary:
         call, computed, kept = running
         call.restore()
         computed.end()
-        if written := kept.written():
+        if written := [slot.name for slot in kept.written()] if kept is not None else []:
             raise PlanError(
                 self.name,
                 f"{type(module).__name__} writes {written[0]!r} of itself in its forward, from rows that travelled "

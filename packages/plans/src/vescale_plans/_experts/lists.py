@@ -12,7 +12,8 @@ it gives is summed over it; per call of the block a small all-gather of what exp
 
 What an expert writes of itself, its rank tells the others after the block's call, so that all hold what one device
 would, and so it does where an expert raises: meanwhile zeros stand in for it, too, so that no rank waits for another.
-Random numbers they may not draw: the ranks' generators would part.
+Of a call that does not end, as torch ends a recomputation, attributes are taken back: they are written once. Random
+numbers experts may not draw: the ranks' generators would part.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from vescale_dtensor.engine import (
     from_plain,
     layout_of,
 )
+from vescale_trace.effects import Kept
 
 from .._apply.generators import random_states, same_states, set_random_states
 from .._calls.chain import add_step, hooks_before
@@ -46,7 +48,7 @@ from .._plan.parts import PlanError
 from .local_rows import row_states, swap_in
 from .route import Spread, total_load
 from .split import refuse_unsplit, split_axes
-from .state import Kept
+from .trial import LENT
 
 
 class _Running(NamedTuple):
@@ -54,7 +56,8 @@ class _Running(NamedTuple):
 
     held: Any  # in the list's place before
     load: list[int]
-    written: set[str]  # what experts of this rank wrote, by the list's names
+    kept: list[Kept]  # what experts of this rank held before they wrote
+    written: set[tuple[str, str]]  # what they wrote: module, by the list's names, and attribute or buffer
     faults: dict[str, str]  # expert -> what it may not do
 
 
@@ -75,13 +78,16 @@ class ListBoundary:
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
-        self._running.append(_Running(block._modules[self._key], [0] * self._spread.local, set(), {}))
+        self._running.append(_Running(block._modules[self._key], [0] * self._spread.local, [], set(), {}))
         block._modules[self._key] = _Stubs(self)
 
     def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         running = self._running.pop()
         block._modules[self._key] = running.held
-        if output is not None:  # it has not raised
+        if output is None:  # it raises, here alone perhaps: no rank is told; buffers are the recomputation's business
+            for kept in reversed(running.kept):
+                kept.restore(buffers=False)
+        else:
             self._load = running.load
             self._share(running.written, running.faults)
         return output
@@ -125,7 +131,7 @@ class ListBoundary:
     def _computed(self, index: int, rows: Tensor, states: tuple[State, ...]) -> Tensor | None:
         """One expert of this rank's, on plain tensors; None where it is at fault. `states`: those of all rows."""
         member, held, before = self.modules[index], [], random_states()
-        kept, version = Kept(member.named_modules(), deep=True), None if rows.is_inference() else rows._version
+        kept, version = Kept(member, LENT), None if rows.is_inference() else rows._version
         for module in member.modules():
             held.append((module, swap_in(module, states, f"{self.name}.{index}")))
         try:
@@ -138,8 +144,9 @@ class ListBoundary:
         if not same_states(before, random_states()):
             set_random_states(before)  # all ranks draw alike
             fault = fault or "draws random numbers"
-        written = kept.written()
-        self._running[-1].written.update(f"{index}.{name}" for name in written)
+        if written := [slot.name for slot in kept.written()]:
+            self._running[-1].kept.append(kept)
+            self._running[-1].written.update(self._place(f"{index}.{name}") for name in written)
         apart = [self.mesh.names[axis] for axis, state in enumerate(states) if state.is_sharded]
         if fault is None and written and apart:
             fault = f"writes {written[0]!r}, each rank of axis {apart[0]!r} from its own rows"
@@ -177,31 +184,33 @@ class ListBoundary:
 
     # --- what experts write -----------------------------------------------------------------
 
-    def _share(self, written: Iterable[str], faults: dict[str, str]) -> None:
+    def _share(self, written: Iterable[tuple[str, str]], faults: dict[str, str]) -> None:
         """All ranks hold what an expert wrote of itself. Raises PlanError, on all alike, where they cannot."""
         mine = {}
-        for name in written:
-            module, key = self._place(name)
+        for path, key in written:
+            module = self.modules.get_submodule(path)
             value = (module._buffers if key in module._buffers else vars(module)).get(key)
             why = None
             if isinstance(value, Tensor) and value.requires_grad:
                 why = f"writes {key!r} with a gradient, which would not come back"
             try:
-                mine[name] = pickle.dumps(value.cpu() if isinstance(value, Tensor) and not value.is_meta else value)
+                value = value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
+                mine[path, key] = pickle.dumps(value)
             except Exception as error:
                 why = f"writes {key!r}, which other ranks cannot be told: {error}"
             if why is not None:
-                faults.setdefault(f"expert {name.partition('.')[0]}", why)
+                faults.setdefault(f"expert {path.partition('.')[0]}", why)
         told, faults = fold_objects((mine, faults), _merged, self.mesh)
         for name, why in sorted(faults.items()):
             raise PlanError(self.name, f"{name} of this list {why}", (), self._remedies())
-        for name, value in told.items():
-            if name not in mine:
-                _put(*self._place(name), pickle.loads(value))
+        for (path, key), value in told.items():
+            if (path, key) not in mine:
+                _put(self.modules.get_submodule(path), key, pickle.loads(value))
 
-    def _place(self, name: str) -> tuple[nn.Module, str]:
+    def _place(self, name: str) -> tuple[str, str]:
+        """Returns the module that this name leads through last, and its attribute."""
         path, _, key = name.rpartition(".")
-        return self.modules.get_submodule(path), key
+        return (path, key) if path in dict(self.modules.named_modules()) else self._place(path)
 
     def _remedies(self) -> list[tuple[str, str]]:
         axis = self.mesh.names[self._spread.axis]

@@ -9,11 +9,15 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from vescale_trace.effects import Kept
+
 from .._apply.generators import random_states, set_random_states
 from .counters import counts_of
 from .route import Spread
-from .state import Kept
 from .told import Stack, Told
+
+LENT = ("forward", "_call_impl")
+"""Attributes of a module that this library writes."""
 
 
 class Trial:
@@ -52,13 +56,13 @@ class Trial:
 
     def written(self, numbers: list[str]) -> tuple[str, ...]:
         """Returns what the forward writes of the module itself, as this rank sees it. `numbers`: that count experts."""
-        local, kept, states = self._spread.local, Kept(self._module.named_modules(), deep=True), random_states()
+        local, kept, states = self._spread.local, Kept(self._module, LENT), random_states()
         each = torch.arange(local, device=self.like.device)
         for replaced in (numbers, []):  # where it raises, a buffer may have a place for every expert of all ranks
             with suppress(Exception):  # what it wrote until then counts
                 self.forward(self.slices(slice(None)), self._rows(), each, dict.fromkeys(replaced, local))
                 break
-        found = kept.written()
+        found = tuple(slot.name for slot in kept.written())
         kept.restore()
         set_random_states(states)
         return found
@@ -66,7 +70,7 @@ class Trial:
     def counters(self, numbers: tuple[list[str], list[str]]) -> list[str]:
         """The attributes that count experts, by trial where their names do not say it; see `counters.py`."""
         spread, states = self._spread, random_states()
-        kept = Kept(self._module.named_modules(), deep=True)
+        kept = Kept(self._module, LENT)
         try:
             with torch.no_grad():
                 rows = self._rows()
