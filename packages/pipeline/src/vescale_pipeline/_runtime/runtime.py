@@ -39,7 +39,7 @@ from ..action import Action, Schedule
 from .backward import hooks_aside
 from .batch.given import Runs, Watched, check_views
 from .batch.microbatches import check_awaits_no_gradient, loss_weights, split
-from .batch.outputs import number_shares, share_numbers, share_outputs
+from .batch.outputs import share_outputs, shares_of
 from .call import Call, signature_of
 from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, share_written, sum_tied
 from .casts import Casts
@@ -323,7 +323,7 @@ class Runtime:
             if has_loss:
                 with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
                     weights = loss_weights(call.reduction, call.record, runs.alone, parts, self._member.codec.whole)
-            shares = number_shares(self._member, call, weights, parts, runs.alone) if trains else {}
+            shares = shares_of(self._member, call, weights, parts, runs.alone, trains)
             self.calls = self.link.calls = self.calls + 1
             doing.action = f"the beginning of call {self.calls}"
             trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
@@ -346,16 +346,14 @@ class Runtime:
         if call.written:
             share_written(self._member, parts, runs)
         if not trains:
-            return share_outputs(self._member, call, state, weights, parts, runs.alone)
+            return share_outputs(self._member, call, state, shares)
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self._other_stages[0].exists = True
         self._chosen.called()
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._releases)
-        result = share_numbers(self._member, call, state, shares, loss)
-        self.link.flush()
-        return result
+        return share_outputs(self._member, call, state, shares, loss)
 
     # --- the norm of all gradients --------------------------------------------------------
 

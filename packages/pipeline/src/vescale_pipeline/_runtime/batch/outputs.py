@@ -20,90 +20,73 @@ from ..member import Member
 from .microbatches import loss_weights
 
 
+def shares_of(
+    member: Member, call: Call, weights: Weights, parts: list[Any], forward: Callable[[Any], Any], trains: bool
+) -> dict[int, Weights]:
+    """Returns the microbatches' shares in each output that a call returns, on the rank that makes it. Call it before
+    the call's actions: user code may run for it, which a stage's parameters rest after."""
+    mine = [at for at, rank in _homes(member, call, trains).items() if rank == member.rank]
+    return {at: _shares(member, call, _kind(call, at), weights, parts, forward) for at in mine}
+
+
 def share_outputs(
-    member: Member, call: Call, state: Interpreter, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
+    member: Member, call: Call, state: Interpreter, shares: dict[int, Weights], loss: Tensor | None = None
 ) -> Any:
-    """Whole outputs: rows of the microbatches one after another, means and sums over rows as weighted sums, what no row
-    enters once, and the loss as its `weights` say. In place of what comes from the batch in another way stands a
-    placeholder, whose use raises.
+    """Returns the result of a call, whole: rows of the microbatches one after another, means and sums over rows as
+    weighted sums, what no row enters once. In place of what comes from the batch in another way stands a placeholder,
+    whose use raises; in training, where `loss` is the call's, in place of all but numbers without a gradient (metrics):
+    rows stay where they are, and the backward of what has a gradient has run.
 
     Cost: the outputs, to each rank, from the last that has each.
     """
-    tag, record, count = member.tags("loss"), call.record, member.schedule.microbatches
-    templates, own = tensors_in(record.result), loss_in(record.result)
-    whole: list[Any] = list(templates)
-    homes: dict[int, list[int]] = {}
-    for at, (template, kind) in enumerate(zip(templates, call.outputs)):
-        lost = None if template is own or kind == call.reduction else _lost(kind, call)
-        if lost is not None:
-            whole[at] = lost_output(template, lost)
-            continue
-        home = member.schedule.placement[record.returned.get(getattr(template, "key", None), -1)]
-        homes.setdefault(home, []).append(at)
-    for rank, places in sorted(homes.items()):
+    record, tag, trains = call.record, member.tags("loss"), loss is not None
+    result = call.whole if trains and call.whole is not None else record.result
+    own, whole, homes = loss_in(result), tensors_in(result), _homes(member, call, trains)
+    for at, one in enumerate(whole):
+        if trains:
+            whole[at] = loss if one is own else one
+        elif at not in homes:
+            whole[at] = lost_output(one, _lost(call, at))
+    for rank in sorted({*homes.values()}):
+        places = [at for at in homes if homes[at] == rank]
         if member.rank != rank:
-            header = member.link.receive_object(rank, tag)
-            found = member.link.post(rank, tag + 2, header).wait()
+            found = member.link.post(rank, tag + 2, member.link.receive_object(rank, tag)).wait()
         else:
-            made, found = [tensors_in(state.outputs.get(i)) for i in range(count)], []
-            for at in places:
-                key = getattr(templates[at], "key", None)
-                column = [state.returned[i][key] if key in record.returned else made[i][at] for i in range(count)]
-                column, kind = [member.codec.whole(value) for value in column], call.outputs[at]
-                if templates[at] is own:
-                    found.append(weighted(column, weights))
-                    continue
-                found.append(_joined(kind, column, _shares(member, call, kind, weights, parts, forward)))
-            header = tuple(map(part_of, found))
-            for peer in member.others:
-                member.link.send_object(peer, tag, header)
-                member.link.send(peer, tag + 2, found)
-        for at, tensor in zip(places, found):
-            whole[at] = tensor
-    member.link.flush()
-    return fill(record.result, whole)
-
-
-def number_shares(
-    member: Member, call: Call, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
-) -> dict[int, Weights]:
-    """Returns the microbatches' shares in each number that a training call returns, on the rank that makes it. Call it
-    before the call's actions: user code may run for it, which a stage's parameters rest after."""
-    if member.rank != member.last:
-        return {}
-    known = [at for at in call.numbers if _lost(call.outputs[at], call) is None]
-    return {at: _shares(member, call, call.outputs[at], weights, parts, forward) for at in known}
-
-
-def share_numbers(member: Member, call: Call, state: Interpreter, shares: dict[int, Weights], loss: Tensor) -> Any:
-    """Returns the result of a training call: the `loss`, and numbers over the batch's rows that have no gradient
-    (metrics), as in an evaluation. Elsewhere stand placeholders, whose use raises: rows stay where they are, and the
-    backward of what has a gradient has run.
-
-    Cost: the numbers, from the rank of the last stage to each other.
-    """
-    result = call.record.result if call.whole is None else call.whole
-    whole = [loss if one is loss_in(result) else one for one in tensors_in(result)]
-    numbers = [at for at in call.numbers if _lost(call.outputs[at], call) is None]
-    if numbers:
-        tag, found = member.tags("loss"), []
-        if member.rank != member.last:
-            found = member.link.post(member.last, tag + 2, member.link.receive_object(member.last, tag)).wait()
-        else:
-            for at in numbers:
-                column = [state.numbers[i][call.numbers.index(at)] for i in range(member.schedule.microbatches)]
-                if any(one is None for one in column):
-                    found.append(None)
-                    continue
-                column, kind = [member.codec.whole(value) for value in column], call.outputs[at]
-                found.append(_joined(kind, column, shares[at]))
+            found = [_joined(member, call, at, _column(state, call, at, trains), shares[at]) for at in places]
             header = tuple(None if one is None else part_of(one) for one in found)
             for peer in member.others:
                 member.link.send_object(peer, tag, header)
                 member.link.send(peer, tag + 2, found)
-        for at, number in zip(numbers, found):
-            whole[at] = whole[at] if number is None else number
+        for at, tensor in zip(places, found):
+            whole[at] = whole[at] if tensor is None else tensor
+    member.link.flush()
     return fill(result, whole)
+
+
+def _homes(member: Member, call: Call, trains: bool) -> dict[int, int]:
+    """Returns the last rank that has each output which can be told from the microbatches'; of a training call, of its
+    numbers."""
+    record, placement = call.record, member.schedule.placement
+    templates = tensors_in(record.result)
+    places = call.numbers if trains else range(len(templates))
+    stages = {at: record.returned.get(getattr(templates[at], "key", None), -1) for at in places}
+    return {at: placement[stage] for at, stage in stages.items() if _lost(call, at) is None}
+
+
+def _column(state: Interpreter, call: Call, at: int, trains: bool) -> list[Tensor | None]:
+    """Returns an output of each microbatch."""
+    if trains:
+        return [state.numbers[i][call.numbers.index(at)] for i in sorted(state.numbers)]
+    key = getattr(tensors_in(call.record.result)[at], "key", None)
+    if key in call.record.returned:
+        return [state.returned[i][key] for i in sorted(state.returned)]
+    return [tensors_in(state.outputs[i])[at] for i in sorted(state.outputs)]
+
+
+def _kind(call: Call, at: int) -> int | Tag:
+    """Returns how an output comes from the batch: the loss as it was said or found for the whole call."""
+    is_loss = tensors_in(call.record.result)[at] is loss_in(call.record.result)
+    return call.reduction if is_loss else call.outputs[at]
 
 
 def _shares(
@@ -117,8 +100,11 @@ def _shares(
     return loss_weights(kind, call.record, forward, parts, member.codec.whole)
 
 
-def _lost(kind: int | Tag, call: Call) -> Lost | None:
+def _lost(call: Call, at: int) -> Lost | None:
     """Says why an output cannot be told from the microbatches'; None if it can."""
+    kind = _kind(call, at)
+    if kind == call.reduction:
+        return None
     if not isinstance(kind, frozenset):
         return kind if isinstance(kind, Lost) else None
     weighings = kind - ONCE
@@ -129,8 +115,11 @@ def _lost(kind: int | Tag, call: Call) -> Lost | None:
     return None
 
 
-def _joined(kind: int | Tag, column: list[Tensor], shares: Weights) -> Tensor:
-    """One output, of all microbatches'."""
+def _joined(member: Member, call: Call, at: int, column: list[Tensor | None], shares: Weights) -> Tensor | None:
+    """One output, of all microbatches'; None where one has it with a gradient."""
+    if any(one is None for one in column):
+        return None
+    column, kind = [member.codec.whole(value) for value in column], _kind(call, at)
     if type(kind) is int:
         return torch.cat(column, kind)
     if kind == CONSTANT:
