@@ -1,6 +1,6 @@
 """A training step of a HuggingFace Llama on two gloo ranks under `mode="compile"`: its CPU time over eager mode's.
 
-    python benchmarks/runtime/compile_shards.py [--plans tp zero3] [--layers N] [--rounds N] [--deep N]
+    python benchmarks/runtime/compile_shards.py [--plans tp zero3 pp recomputed] [--layers N] [--rounds N] [--deep N]
 
 Inductor, AdamW, the same weights and batches; the modes take turns within a round, a ratio is the median over rounds of
 rank 0, and losses must agree to 1e-5. `--deep N` also compiles N layers and one, and gives the ratio of the seconds.
@@ -41,6 +41,11 @@ def build(layers: int) -> Any:
 def plan_of(name: str, model: Any) -> Plan:
     if name == "zero3":
         return Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3)
+    if name == "pp":
+        half = f"model.layers.{len(model.model.layers) // 2}"
+        return Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=vescale.Pipeline(cuts=(half,), microbatches=4))
+    if name == "recomputed":
+        return Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, checkpointing={"model.layers.*": True})
     cut = {f"*.{one}.weight": {"tp": Shard(dim)} for dim, names in enumerate((COLUMNS, SUMS)) for one in names}
     return Plan(mesh={"tp": 2}, parameters=cut | {"*": {}}).complete(model)
 
@@ -95,7 +100,7 @@ def compiled_in(name: str, layers: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plans", nargs="+", choices=("tp", "zero3"), default=("tp", "zero3"))
+    parser.add_argument("--plans", nargs="+", choices=("tp", "zero3", "pp", "recomputed"), default=("tp", "zero3"))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--deep", type=int, default=0)

@@ -110,6 +110,11 @@ class Schedule:
                     last[stage] = microbatch
         return True
 
+    @cached_property
+    def splits_backwards(self) -> bool:
+        """True if gradients of a stage's inputs and of its weights are computed apart."""
+        return any(action.kind == "W" for actions in self.actions for action in actions)
+
     def computed_at(self, stages: Collection[int]) -> dict[tuple[str, int, int], int]:
         """(kind, stage, microbatch) -> place among the actions of the stage's rank, for these stages: of forwards
         ("F"), and of what computes the gradient of a stage's input ("B", whether by B or by I)."""

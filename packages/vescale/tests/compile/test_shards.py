@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def gpt2():
     )
 
 
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes)
+    )
+
+
+class Loss(NamedTuple):
+    loss: torch.Tensor
+
+
 class Block(nn.Module):
     """Heads, rows and columns that two ranks cannot share alike, and a buffer."""
 
@@ -84,8 +98,7 @@ class Uneven(nn.Module):
             x = block(x)
         if labels is None:
             return self.head(x)
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-        return types.SimpleNamespace(loss=loss)
+        return Loss(F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
@@ -105,6 +118,16 @@ def generated(model):
     return vescale.generate_plan(model, world_size=2, batch=4, hardware="cpu", pin={"tp": 2, "pp": 1}, sample=sample)
 
 
+def pipelined(model, mesh, cut, schedule="1f1b", complete=Plan, **more):
+    """Of three microbatches."""
+    return complete(mesh=mesh, pipeline=vescale.Pipeline(cuts=(cut,), microbatches=3, schedule=schedule), **more)
+
+
+def experts(model):
+    plan = Plan(mesh={"ep": 2}, parameters={"*": {}}, expert_axis="ep", data_axis="ep", zero=1)
+    return plan.complete(model)
+
+
 uneven = partial(megatron, columns=("q", "k", "v", "up"), rows=("o", "down"))
 PAIRS = {
     "llama, tp 2": (llama, partial(megatron, mesh={"tp": 2})),
@@ -117,11 +140,28 @@ PAIRS = {
     ),
     "llama, cp 2": (llama, lambda model: Plan(mesh={"cp": 2}, parameters={"*": {}}, context_axis="cp")),
     "uneven, tp 2": (Uneven, partial(uneven, mesh={"tp": 2})),
+    "llama, tp 2, recomputed": (llama, partial(megatron, mesh={"tp": 2}, checkpointing={"model.layers.*": True})),
+    "gpt2, pp 2": (gpt2, lambda model: pipelined(model, {"pp": 2}, "transformer.h.1", parameters={"*": {}})),
+    "mixtral, ep 2": (mixtral, experts),
 }
 FOURS = {
     "llama, dp 2 tp 2, zero 3": (llama, partial(megatron, mesh={"dp": 2, "tp": 2}, zero=3)),
     "uneven, dp 2 tp 2, zero 2": (Uneven, partial(uneven, mesh={"dp": 2, "tp": 2}, zero=2)),
-    "gpt2, dp 4, zero 3": (gpt2, lambda model: Plan(mesh={"dp": 4}, parameters={"*": {}}, zero=3)),
+    "uneven, pp 2 tp 2": (
+        Uneven,
+        lambda model: pipelined(model, {"pp": 2, "tp": 2}, "blocks.1", complete=partial(uneven, model)),
+    ),
+    "llama, pp 2 dp 2, zero 3, recomputed": (
+        llama,
+        lambda model: pipelined(
+            model,
+            {"pp": 2, "dp": 2},
+            "model.layers.2",
+            parameters={"*": {}},
+            zero=3,
+            checkpointing={"*.layers.*": True},
+        ),
+    ),
 }
 
 
@@ -187,7 +227,8 @@ def test_graphs_of_shards_are_eager_mode_to_the_bit(ranks, rows):
     for found in run_ranks(ranks, both, rows, timeout=600):
         for name, (numbers_are, apart, (graphs, reasons)) in found.items():
             assert numbers_are and not apart, (name, apart[:4])
-            assert graphs >= 2 and not reasons, (name, graphs, reasons)  # of two lengths; blocks that are alike share
+            assert graphs >= 2, (name, graphs)  # of two lengths; blocks that are alike share
+            assert all("experts" in why for why in reasons) and bool(reasons) == ("ep 2" in name), (name, reasons)
 
 
 def close():
@@ -316,6 +357,57 @@ def test_what_a_graph_would_not_do_is_eager_and_said():
         assert all(same and count == 2 and graphs == 0 for same, count, graphs, _ in found.values()), found
         assert "changes what outlives its call" in reasons["Counting"]
         assert "random" in reasons["Drawing"] and "writes in place" in reasons["Norm"]
+
+
+def split():
+    named()
+    torch.manual_seed(0)
+    model = Tower(Wide)
+    plan = pipelined(model, {"pp": 2}, "blocks.1", schedule="zb-h1", parameters={"*": {}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
+        compiled(model, "aot_eager")
+        model(torch.ones(6, 8)).backward()
+    return [str(one.message) for one in caught], vescale.explain_compile(model)
+
+
+def test_a_schedule_that_splits_the_backward_runs_eagerly_and_says_so():
+    for said, found in run_ranks(2, split, timeout=120):
+        assert len(said) == 1 and "apart" in said[0]
+        assert found.graphs == 0 and "gradients of inputs and of weights apart" in found.eager[0]
+
+
+def looked_at_in_between():
+    """A debugger that comes between a forward and its backward does not change how a checkpointed block is computed."""
+    named()
+    losses = []
+    for backend in (None, "aot_eager"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Tower(Wide)
+        plan = wide(model).override(checkpointing={"blocks.*": True})
+        model, optimizer = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
+        if backend:
+            compiled(model, backend)
+        kept = []
+        for step in range(3):
+            if step == 2:
+                sys.settrace(lambda *_: None)
+            loss = model(torch.randn(6, 8, generator=torch.Generator().manual_seed(step)))
+            sys.settrace((lambda *_: None) if step == 1 else None)
+            loss.backward()
+            sys.settrace(None)
+            kept.append([loss.item(), *(full(p.grad) for p in model.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(kept)
+    graphs = model._vescale.captured.graphs
+    return graphs, all(map(torch.equal, *([torch.as_tensor(x) for step in one for x in step] for one in losses)))
+
+
+def test_a_checkpointed_block_is_computed_again_as_it_was():
+    assert run_ranks(2, looked_at_in_between, timeout=120) == [(2, True)] * 2  # the first block is given no gradient
 
 
 def hook_inside(model):

@@ -164,6 +164,12 @@ class Runtime:
         """True while user code runs that spans stages: on placeholders, which the reader of the moment answers."""
         return current.reader is not None
 
+    def is_of_one_stage(self, module: nn.Module) -> bool:
+        """True if one of this rank's stages owns all parameters of a module."""
+        held = set(map(id, module.parameters()))
+        owned = (set(map(id, stage.parameters.values())) for stage in self._member.stages.values())
+        return not holds_elsewhere(module) and any(map(held.issubset, owned))
+
     # --- the model's call -------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ def parallelize(
             Keyword arguments that the forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
         mode: "eager", or "compile": the forward goes through torch.compile, as one graph on a mesh of one rank, block
-            by block on several; pipelines run eagerly so far. Calls that the compiler cannot take, or that a debugger
+            by block on several. Calls that the compiler cannot take, or that a debugger
             or a mode watches, are eager; a CompileWarning says why, and so does `explain_compile`. The default is the
             environment variable VESCALE_MODE, or else "eager".
         reproducible: splits, or a mode made from them: turns `vescale.reproducible` on for this call and the rest of

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import INVARIANT, Mesh, layout_of, local_only
 
-from .._torch_private import backend_named, capture_settings, functorch_config
+from .._torch_private import (
+    _top_saved_tensors_default_hooks,
+    backend_named,
+    capture_settings,
+    functorch_config,
+)
 from .passage import Passage, reach_of
 from .refusals import Refused, check_compiled, check_traced
 from .shards import Shards
@@ -43,6 +50,8 @@ class Region(Protocol):
     code: Code
     steps: Steps
     failure: str
+    same: Shards | None  # whose results a call must have: of the call that it computes again
+    used: Shards | None
 
     def run(self, run: Run, given: Sequence[Any]) -> Sequence[Any]:
         """Runs a graph in the call that is made."""
@@ -81,7 +90,8 @@ class Code:
         """The compiler's backend: checks what was traced, and has a known backend compile it."""
         region = self.running
         try:
-            run = self._run_of(region, graph, inputs)
+            with _unhooked():
+                run = self._run_of(region, graph, inputs)
         except Refused as refused:
             region.failure = str(refused)
             raise
@@ -127,13 +137,15 @@ def _on_shards(graph: fx.GraphModule) -> Run:
 
     def run(region: Region, real: list) -> Made:
         key = (torch.is_grad_enabled(), *map(_key_of, real))
-        shards = known.get(key)
+        shards = known.get(key) if region.same is None else region.same
         if shards is None:
             if len(known) == _MOST:
                 raise Refused(f"it is compiled for {_MOST} other sizes and layouts", lasts=False)
             cut = getattr(region.module, "_cut_axes", ())
-            shards = known[key] = Shards(graph, region.steps, cut, real, region.backend)
+            with _unhooked():
+                shards = known[key] = Shards(graph, region.steps, cut, real, region.backend)
             region.code.graphs += 1
+        region.used = shards
         made = shards([one for one in real if isinstance(one, Tensor)])
         new = iter(made)
         out = [next(new) if place is None else real[place] for place in shards.places]
@@ -142,6 +154,20 @@ def _on_shards(graph: fx.GraphModule) -> Run:
         return out, list(zip(made, layouts))
 
     return run
+
+
+@contextlib.contextmanager
+def _unhooked() -> Iterator[None]:
+    """A block in which what autograd keeps stays as it is: a checkpoint around a call does not count it."""
+    held: list[saved_tensors_hooks] = []
+    while (top := _top_saved_tensors_default_hooks(True)) is not None:
+        held.append(saved_tensors_hooks(*top))
+        held[-1].__exit__()
+    try:
+        yield
+    finally:
+        for hooks in reversed(held):
+            hooks.__enter__()
 
 
 def _key_of(value: Any) -> Any:

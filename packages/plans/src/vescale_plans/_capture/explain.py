@@ -13,13 +13,14 @@ from .._apply.blocks import blocks_of
 from .._plan.parts import PlanError
 from .code import Code
 from .front import Captured, CompileWarning
-from .steps import Steps
+from .steps import Steps, exchanges
 
-_PIPELINE = "under a pipeline, compile mode computes eagerly so far"
+_SPLIT = "its pipeline's schedule computes gradients of inputs and of weights apart, which one graph computes as one"
 
 
 class Regions:
-    """The compiled parts of a model: the root's forward on one rank, each block's on several.
+    """The compiled parts of a model: the root's forward on one rank, each block's on several, and each of its stage's
+    under a pipeline. Where it has steps inside that are no operators, its largest parts without any.
 
     Attributes:
         regions: in the order of the model.
@@ -28,9 +29,9 @@ class Regions:
     def __init__(self, model: nn.Module, mesh: Mesh, backend: str) -> None:
         self.mesh, self.backend = mesh, backend
         self.regions: list[Captured] = []
+        self._between: list[str] = []  # why some of what lies between regions is eager
         known: dict[tuple, Code] = {}
-        alone = prod(mesh.sizes) == 1
-        for name, module in [("", model)] if alone else blocks_of(model) or [("", model)]:
+        for name, module in self._parts(model):
             boundaries = model._vescale.recipe.below(name).boundaries
             steps, own = Steps(module), id(module) if "forward" in module.__dict__ else 0
             kind = (*map(type, module.modules()), *steps.kind, repr(boundaries), own)
@@ -54,14 +55,45 @@ class Regions:
     def reasons(self) -> list[str]:
         """Returns why calls are eager, each once."""
         found = [why for one in self.regions for why in (*one.refusals.values(), one.last) if why]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys((*self._between, *found)))
+
+    def _parts(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        runtime = getattr(model._vescale, "runtime", None)
+        blocks = blocks_of(model)
+        if runtime is not None:
+            blocks = [(name, block) for name, block in blocks if runtime.is_of_one_stage(block)]
+            self._between += [] if blocks else ["its stage has no repeated block of its own"]
+        elif prod(self.mesh.sizes) == 1 or not blocks:
+            blocks = [("", model)]
+        return [part for name, block in blocks for part in self._without_steps(name, block) or [(name, block)]]
+
+    def _without_steps(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Returns the module, or its largest parts, without steps inside that are no operators; none of a leaf, whose
+        guards would cost more than a graph of it saves."""
+        refused = Steps(module).refused
+        if not refused:
+            return [(name, module)]
+        found = [
+            part
+            for child, inside in module.named_children()
+            if next(inside.children(), None) is not None and not exchanges(inside)
+            for part in self._without_steps(f"{name}.{child}" if name else child, inside)
+        ]
+        self._between += [refused] if found and any(map(exchanges, module.modules())) else []
+        return found
+
+
+def _is_split(model: nn.Module) -> bool:
+    runtime = getattr(model._vescale, "runtime", None)
+    return runtime is not None and runtime.schedule.splits_backwards
 
 
 def compiled(model: nn.Module, backend: str = "inductor") -> None:
-    """Puts a parallelized model into compile mode, in place. Under a pipeline it warns that the model runs eagerly."""
+    """Puts a parallelized model into compile mode, in place. Warns that it runs eagerly under a pipeline whose schedule
+    splits the backward."""
     held = model._vescale
-    if getattr(held, "runtime", None) is not None:
-        warnings.warn(_PIPELINE, CompileWarning, stacklevel=4)
+    if _is_split(model):
+        warnings.warn(f"{type(model).__name__} runs eagerly: {_SPLIT}", CompileWarning, stacklevel=4)
     else:
         held.captured = Regions(model, mesh_of(held.device_mesh), backend)
 
@@ -93,8 +125,7 @@ def explain_compile(model: nn.Module) -> Explanation:
         raise PlanError("explain_compile", "the model is not parallelized", (), remedies)
     captured = held.captured
     if captured is None:
-        is_pipeline = getattr(held, "runtime", None) is not None
-        why = [_PIPELINE if is_pipeline else 'the model was parallelized with mode="eager"']
+        why = [_SPLIT if _is_split(model) else 'the model was parallelized with mode="eager"']
     else:
         why = captured.reasons()
     found = Explanation(type(model).__name__, 0 if captured is None else captured.graphs, why)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .._torch_private import compiler_errors
 from .code import Code, Run
 from .mode import watcher
 from .refusals import Refused
+from .shards import Shards
 from .stand_ins import StandIns, placeholder
 from .steps import Steps
 
@@ -58,8 +60,14 @@ class Captured(Alone):
         self.module, self.backend, self.mesh = module, backend, mesh
         self.own = module.__dict__.get("forward")
         self.code, self.steps = code, steps
+        steps_of_calls = getattr(module.__dict__.get("_call_impl"), "order", None)
+        self._is_checkpointed = steps_of_calls is not None and any(
+            one.name == "checkpoint" for one in steps_of_calls.steps
+        )
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
+        self.same: Shards | None = None
+        self.used: Shards | None = None
         self._stand_ins = StandIns(module)
         self.is_asking = False  # whether the compiler traces, or asks its guards
         self.failure = ""  # why the call that runs cannot be compiled
@@ -79,8 +87,21 @@ class Captured(Alone):
         with self.code.lock:
             return self._called(args, kwargs)
 
-    def _called(self, args: tuple, kwargs: dict) -> Any:
-        why = watcher() or self.steps.watched()
+    def as_before(self) -> Callable:
+        """Returns the forward for a call that computes the last one again: compiled or eager as that was, whoever looks
+        by then."""
+        return self.forward if self.last else partial(self._again, self.used)
+
+    def _again(self, shards: Shards | None, *args: Any, **kwargs: Any) -> Any:
+        with self.code.lock:
+            self.same = shards
+            try:
+                return self._called(args, kwargs, again=True)
+            finally:
+                self.same = None
+
+    def _called(self, args: tuple, kwargs: dict, again: bool = False) -> Any:
+        why = "" if again else watcher(self._is_checkpointed) or self.steps.watched()
         kind = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         why = why or self.refusals.get(kind, "")
         if not why:

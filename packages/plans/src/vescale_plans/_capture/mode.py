@@ -7,6 +7,7 @@ import sys
 from typing import Literal, cast, get_args
 
 from torch.compiler import is_compiling
+from torch.utils import checkpoint
 
 from vescale_dtensor.engine import is_reproducible, is_strict
 
@@ -64,17 +65,19 @@ optimizers (5) look at code, not at the values that it computes with."""
 
 _get_trace = sys.gettrace
 _tool_of = sys.monitoring.get_tool if sys.version_info >= (3, 12) else (lambda tool: None)
+_CHECKPOINT = checkpoint.__name__
 _NOBODY = [None] * len(TOOLS)
 
 
-def watcher() -> str:
+def watcher(is_checkpointed: bool = False) -> str:
     """Returns what makes the call that begins eager, "" for nothing: somebody must see its tensors or its functions one
-    by one, or orders them."""
+    by one, or orders them. `is_checkpointed`: the plan has what is called computed again in its backward."""
     if _get_trace() is not None or list(map(_tool_of, TOOLS)) != _NOBODY:
         return "a debugger watches it"
     if _len_torch_dispatch_stack() or _len_torch_function_stack() or _are_functorch_transforms_active():
         return "a mode or a transform of torch sees its functions"
-    if _top_saved_tensors_default_hooks(True) is not None:
+    hooks = _top_saved_tensors_default_hooks(True)
+    if hooks is not None and not (is_checkpointed and hooks[0].__module__ == _CHECKPOINT):
         return "hooks take what is saved for its backward"
     if has_global_hooks():
         return "hooks of all modules see its calls"

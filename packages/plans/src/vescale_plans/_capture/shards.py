@@ -216,8 +216,9 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # a checkpoint computes them now, by forwards on DTensors
         with local_only():
-            return None, *ctx.shards.backward(ctx.saved_tensors, gradients)
+            return None, *ctx.shards.backward(saved, gradients)
 
 
 # What a class's own `apply` does in the end: once a model is parallelized, that decides on layouts.

@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
 from .._calls.chain import Hook, add_step, hooks_after, hooks_before, is_ours
+from .._capture.front import Captured
 from .._torch_private import (
     _DEFAULT_DETERMINISM_MODE,
     _checkpoint_without_reentrant_generator,
@@ -75,12 +76,15 @@ class Again:
         self._before = [*_ours(held[:at]), *held[at + 1 :]]
         self._after: list[Hook] = []
         self._closing: list[Hook] = []
+        self._forward = module.forward
         self._is_watched = bool(module._backward_hooks or module._backward_pre_hooks or has_global_backward_hooks())
 
     def returns(self) -> None:
         """The forward is through: which hooks come after it, and which buffers it has written."""
         self._found.check_written()
         module = self._module
+        if isinstance(captured := module.__dict__.get("forward"), Captured):
+            self._forward = captured.as_before()
         with_kwargs, _ = global_forward_hook_kinds()
         everywhere = [
             Hook(hook, id_ in with_kwargs, False, id_)
@@ -115,7 +119,7 @@ class Again:
             if self._is_watched:  # what the forward was given went through torch's identity
                 args = BackwardHook(module, [], []).setup_input_hook(args)
             with self._inside.as_it_was(), self._found.in_place():
-                output = module.forward(*args, **kwargs)
+                output = self._forward(*args, **kwargs)
             for hook in self._after:
                 closing = [one for one in closing if one is not hook]
                 answer = _after(hook, module, args, kwargs, output)
