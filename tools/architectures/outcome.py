@@ -81,7 +81,7 @@ def _parts(name: str, plan: vescale.Plan) -> int:
     """In how many parts one device takes a batch. A pipeline's microbatches draw their own random numbers, and have
     their own statistics in batch normalization, as where one device accumulates (design, section 9); all else is held
     against the batch as a whole."""
-    if plan.pipeline is None:
+    if getattr(plan, "pipeline", None) is None:
         return 1
     model = build(name)
     normalized = any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())

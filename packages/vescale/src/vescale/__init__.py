@@ -84,6 +84,7 @@ from vescale_rng import use_stream as _use_stream
 
 from ._planning.dry_run import dry_run as dry_run
 from ._planning.dry_run import generate_plan as generate_plan
+from ._planning.from_config import plan_from_config as plan_from_config
 from ._planning.predict import predict as predict
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__

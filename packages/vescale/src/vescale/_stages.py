@@ -38,6 +38,7 @@ from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, ownership, release, seen
 from vescale_plans import Plan, PlanError
 
+from ._planning.from_config import is_config, plan_from_config
 from ._scaler import lines
 
 show_functions(seen)
@@ -47,9 +48,9 @@ if TYPE_CHECKING:  # one signature, with its overloads, for both
 else:
 
     @functools.wraps(vescale_plans.parallelize)
-    def parallelize(plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        stages = pipelined if isinstance(plan, Plan) and plan.pipeline is not None else None
-        return vescale_plans.parallelize(plan, *args, stages=stages, **kwargs)
+    def parallelize(plan: Any, *args: Any, **kwargs: Any) -> Any:
+        made = functools.partial(plan_from_config, plan) if is_config(plan) else plan
+        return vescale_plans.parallelize(made, *args, stages=pipelined, **kwargs)
 
 
 def pipelined(

@@ -39,6 +39,7 @@ from .together import together
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+PlanFn = Callable[[nn.Module], Plan]
 Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
 """What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
 and gives the plan and the mesh of this stage's ranks, and what is to be called last."""
@@ -46,7 +47,7 @@ and gives the plan and the mesh of this stage's ranks, and what is to be called 
 
 @overload
 def parallelize(
-    plan: Plan,
+    plan: Plan | PlanFn,
     model: Model,
     optimizer_fn: None = None,
     *,
@@ -57,7 +58,7 @@ def parallelize(
 ) -> tuple[Model, None]: ...
 @overload
 def parallelize(
-    plan: Plan,
+    plan: Plan | PlanFn,
     model: Model,
     optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer,
     *,
@@ -67,7 +68,7 @@ def parallelize(
     stages: Stages | None = None,
 ) -> tuple[Model, Optimizer]: ...
 def parallelize(
-    plan: Plan,
+    plan: Plan | PlanFn,
     model: nn.Module,
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None = None,
     *,
@@ -84,7 +85,8 @@ def parallelize(
     not change.
 
     Arguments:
-        plan: see `Plan`.
+        plan: see `Plan`; or a function that makes it of the model. `vescale.parallelize` also takes transformers'
+            `DistributedConfig` and accelerate's `ParallelismConfig`, see `plan_from_config`.
         model: a single-device model, built with the same values on every rank (same seed). If it was built under
             `deferred_init`, only this rank's shards are allocated.
         optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters that
@@ -122,7 +124,7 @@ def parallelize(
 
 
 def _parallelized(
-    plan: Plan,
+    plan: Plan | PlanFn,
     model: nn.Module,
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
     loss_fn: LossFn | None,
@@ -136,12 +138,15 @@ def _parallelized(
             check_order("parallelize", 'mode="compile" computes')
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
+        check_unwrapped(model)
+        if not isinstance(plan, Plan):
+            plan = plan(model)
+            check_arguments(plan, model, optimizer_fn)
         if plan.pipeline is not None and stages is None:
             remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
             raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
         if isinstance(optimizer_fn, torch.optim.Optimizer):
             check_given(optimizer_fn, model)
-        check_unwrapped(model)
         check_values(model)
         check_aliases(model)
         fitted = fit(plan, model)

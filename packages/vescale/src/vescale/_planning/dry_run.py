@@ -15,6 +15,7 @@ from vescale_pipeline.engine import READING, Alone, Crossing, Learning, Link, sp
 from vescale_plans import DryRun, Plan
 
 from .._stages import pipelined
+from .from_config import as_plan
 
 HOST = "host"
 """Kind of what takes no memory of the device."""
@@ -26,7 +27,8 @@ if TYPE_CHECKING:  # one signature for both
 else:
 
     @functools.wraps(vescale_plans.dry_run)
-    def dry_run(plan: Plan, model: Any, batch: Any, *given: Any, **more: Any) -> DryRun:
+    def dry_run(plan: Any, model: Any, batch: Any, *given: Any, **more: Any) -> DryRun:
+        plan = as_plan(plan, model)
         if not isinstance(plan, Plan) or plan.pipeline is None:
             return vescale_plans.dry_run(plan, model, batch, *given, **more)
         return _in_stages(plan, model, batch, *given, **more)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, wraps
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from vescale_pipeline import Costs, Schedule, generate, simulate
 from vescale_plans import Pipeline
+from vescale_plans.search import Prediction
 from vescale_plans.search import predict as _predict
 from vescale_plans.search.pricing.predict import Pace
+
+from .from_config import as_plan
 
 
 def makespan(
@@ -23,4 +27,11 @@ def makespan(
     return simulate(schedule, Costs(forward, half, half, transfer)).makespan_at(pace)
 
 
-predict = wraps(_predict)(partial(_predict, simulator=makespan))
+if TYPE_CHECKING:  # one signature for both
+    from vescale_plans.search import predict as predict
+else:
+
+    @wraps(_predict)
+    def predict(plan: Any, model: Any, *given: Any, **more: Any) -> Prediction:
+        return _predict(as_plan(plan, model), model, *given, **{"simulator": makespan, **more})
+

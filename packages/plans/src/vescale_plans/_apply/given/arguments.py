@@ -23,7 +23,7 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
     """Raises PlanError where one of them is not what it should be, or in the place of another."""
     if isinstance(plan, nn.Module) and isinstance(model, Plan):
         raise _wrong("the plan comes first, and then the model", plan, model)
-    if not isinstance(plan, Plan):
+    if not (isinstance(plan, Plan) or callable(plan) and not isinstance(plan, (nn.Module, type))):
         raise PlanError(
             "parallelize",
             f"its first argument is {_kind(plan)}, not a plan",

@@ -37,7 +37,17 @@ _NOT_COMPILED_STEP = [
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises PlanError for a model that torch distributes already."""
+    """Raises PlanError for a model that transformers or torch distributes already."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise PlanError(
+            "parallelize",
+            "the model was sharded by transformers, which from_pretrained was told by distributed_config",
+            (),
+            [
+                ("vescale.from_pretrained(folder, config)", "with the same config, or a plan: reads shards alone, too"),
+                ("parallelize(config, AutoModel.from_pretrained(folder))", "without distributed_config"),
+            ],
+        )
     key = composable_state_key()
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
