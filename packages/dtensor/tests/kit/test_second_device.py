@@ -665,6 +665,7 @@ def test_a_folder_that_others_can_write_to_holds_no_library(monkeypatch, tmp_pat
     monkeypatch.setattr(_build, "_folders", lambda: [named])
     with pytest.raises(_build.BuildError, match="this user's alone"):
         _build.library()
-    monkeypatch.setattr(_build, "_folders", lambda: [named, tmp_path / "own"])
+    monkeypatch.setattr(_build, "_folders", lambda: [named, tmp_path / "own", tmp_path / "next"])
     assert _build.library().read_text() == "built" and _build.library().parent == tmp_path / "own"
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "next").exists()  # a place is made only where no better one is

@@ -41,19 +41,16 @@ def library() -> Path:
     Raises BuildError, in a sentence, where there is no C++ compiler or it fails.
     """
     name = f"{MODULE}-{_fingerprint()}.so"
-    folders = [*_private()]
-    for folder in folders:
-        if (folder / name).is_file():
-            return folder / name
-    folder = next((one for one in folders if os.access(one, os.W_OK)), None)
+    folder = next((one for one in _private() if (one / name).is_file() or os.access(one, os.W_OK)), None)
     if folder is None:
         raise BuildError(
             f"the second device has no folder to be built in: none of {[*map(str, _folders())]} is this user's alone, "
             "and writable. VESCALE_CACHE names another one"
         )
-    with _locked(folder / f"{name}.lock"):
-        if not (folder / name).is_file():
-            _compile(folder, folder / name)
+    if not (folder / name).is_file():
+        with _locked(folder / f"{name}.lock"):
+            if not (folder / name).is_file():
+                _compile(folder, folder / name)
     return folder / name
 
 
@@ -82,7 +79,7 @@ def _folders() -> list[Path]:
 
 
 def _private() -> Iterator[Path]:
-    """The folders, made where there are none, that are this user's and that nobody else may write to. They are named
+    """The folders, each made as it is asked for, that are this user's and that nobody else may write to. They are named
     without links, which others could turn elsewhere after the check.
     """
     for folder in _folders():
