@@ -32,6 +32,7 @@ from ._communication.namespace import namespace as namespace
 from ._communication.objects import first_apart as first_apart
 from ._communication.objects import fold_objects as fold_objects
 from ._communication.objects import gather_objects as gather_objects
+from ._communication.objects import line_numbers as line_numbers
 from ._communication.objects import line_objects as line_objects
 from ._communication.objects import place_of as place_of
 from ._communication.objects import world_objects as world_objects

@@ -5,7 +5,15 @@ import random
 import torch.distributed as dist
 
 from vescale_dtensor import CommunicationError
-from vescale_dtensor.engine import first_apart, fold_objects, gather_objects, line_objects, mesh_of, world_objects
+from vescale_dtensor.engine import (
+    first_apart,
+    fold_objects,
+    gather_objects,
+    line_numbers,
+    line_objects,
+    mesh_of,
+    world_objects,
+)
 from vescale_dtensor.testing import mesh_of as device_mesh_of
 from vescale_dtensor.testing import raises_on_all, run_ranks
 
@@ -23,6 +31,8 @@ def _verdicts(seed):
             assert fold_objects(said[rank], max, mesh) == max(said)
         axis = len(sizes) - 1
         assert line_objects(mesh.coordinate[axis], mesh, axis) == list(range(sizes[axis]))
+        numbers = [mesh.coordinate[axis], -(2**61)]
+        assert line_numbers(numbers, mesh, axis) == [[at, -(2**61)] for at in range(sizes[axis])]
 
 
 def test_what_is_folded_is_what_all_say():

@@ -7,15 +7,15 @@ the state before the next.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from vescale_dtensor.engine import user_line
+
 KEPT = 256
-_LIBRARIES = ("vescale_rng", "vescale_dtensor", "torch")
 
 
 class Entry(NamedTuple):
@@ -36,7 +36,7 @@ def note(name: str, generator: Generator) -> None:
     """Notes a draw that is about to be made."""
     global _count
     _count += 1
-    entries.append(Entry(_count, name, _site(), fingerprint(generator)))
+    entries.append(Entry(_count, name, user_line(), fingerprint(generator)))
 
 
 def fingerprint(generator: Generator) -> int:
@@ -48,14 +48,3 @@ def fingerprint_of(state: Tensor) -> int:
     """Likewise, of a state."""
     words = state.view(torch.int64)
     return int(words.dot(torch.arange(1, len(words) + 1)))  # by place: a word left is one word further on
-
-
-def _site() -> str:
-    """The line of the user that the draw comes from."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in _LIBRARIES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"

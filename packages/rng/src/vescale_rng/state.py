@@ -6,8 +6,9 @@ device: it may be saved on any rank and set on every rank of another mesh.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,10 +16,13 @@ from torch import Generator, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import VescaleError
-from vescale_dtensor.engine import first_apart, gather_objects, mesh_of
+from vescale_dtensor.engine import Mesh, first_apart, gather_objects, mesh_of
 
-from ._cpu.mt19937 import generator_or_default
-from ._journal import Entry, entries, fingerprint
+from . import _journal
+from ._cpu.mt19937 import generator_or_default, is_behind
+from ._journal import Entry
+
+_DISTANT = "a draw before those that are noted"
 
 
 class RandomStateError(VescaleError):
@@ -61,45 +65,79 @@ def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -
     which it deviated. Communication: some KB from every rank.
     """
     mesh = mesh_of(device_mesh)
+    generators = generators_of(mesh.device_type, generator)
+    if first_apart(fingerprints(generators), mesh) is not None:
+        raise drifted(generators, mesh, "check_in_step", "now")
+
+
+def generators_of(device_type: str, generator: Generator | None = None) -> list[Generator]:
+    """Returns torch's generators that sharded tensors are drawn from, the host's first; `generator` alone if given."""
     own = [generator_or_default(generator)]
-    if generator is None and mesh.device_type != "cpu":
-        module = torch.get_device_module(mesh.device_type)
+    if generator is None and device_type != "cpu":
+        module = torch.get_device_module(device_type)
         own.append(module.default_generators[module.current_device()])
-    state = tuple(map(fingerprint, own))
-    if first_apart(state, mesh) is None:
-        return
-    reports = gather_objects((state, list(entries)), mesh)
-    finals = [final for final, _ in reports]
-    ranks = device_mesh.mesh.flatten().tolist()
-    odd, before, after = _first_drift(finals, [{entry.number: entry for entry in log} for _, log in reports])
+    return own
+
+
+def fingerprints(generators: Sequence[Generator]) -> tuple[int, ...]:
+    """Returns a number for each one's state, the same on all ranks that are in step."""
+    return tuple(map(_journal.fingerprint, generators))
+
+
+def draws() -> int:
+    """Returns how many draws of sharded tensors this rank has made."""
+    return _journal._count
+
+
+def drifted(generators: list[Generator], mesh: Mesh, operation: str, when: str) -> RandomStateError:
+    """Builds the error for ranks whose generators are apart, the same on all; `when` they were compared. Communication:
+    some KB from every rank."""
+    said = fingerprints(generators), generators[0].get_state(), list(_journal.entries)
+    finals, hosts, logs = zip(*gather_objects(said, mesh))
+    assert mesh.device_mesh is not None  # where nobody else is, nothing is apart
+    ranks = mesh.device_mesh.mesh.flatten().tolist()
+    usual = next((at for at, one in enumerate(hosts) if all(is_behind(one, other) for other in hosts)), 0)
+    odd, before, after = _first_drift(finals, logs, usual)
     names = ", ".join(str(ranks[place]) for place in odd)
-    raise RandomStateError(
-        "check_in_step",
-        f"rank {ranks[odd[0]]} drifted first: its generator is not in the same state as those of most ranks",
-        [f"on {mesh}, out of step  {names}", f"in step until  {before}", f"out of step at  {after}"],
+    others = "those of most ranks" if len(ranks) > 2 else "that of the other rank"
+    return RandomStateError(
+        operation,
+        f"rank {ranks[odd[0]]} drifted first: its generator is not in the same state as {others}",
+        [f"on {mesh}, {when}, out of step  {names}", f"in step until  {before}", f"out of step at  {after}"],
         [
             ("draw on every rank or on none", "look between the two places for a draw that only some ranks make"),
-            ("vescale_rng.set_state(state)", "the same state on every rank"),
+            ("torch.rand(1, generator=torch.Generator())", "what one rank draws alone, from a generator of its own"),
+            ("torch.manual_seed(seed)", "the same on every rank, or vescale_rng.set_state(state)"),
         ],
     )
 
 
-def _first_drift(finals: list[tuple[int, ...]], logs: list[dict[int, Entry]]) -> tuple[list[int], str, str]:
+def _first_drift(
+    finals: Sequence[tuple[int, ...]], logs: Sequence[list[Entry]], usual: int
+) -> tuple[list[int], str, str]:
     """The places in the mesh that differ first, and the draws before and after that, as text.
 
-    That is since all were last in step: an older drift may have been mended by a seed.
+    That is since all were last in one state: an older drift may have been mended by a seed, and what was drawn under
+    the same seed before has the same states.
     """
-    odd, after = _odd(finals), "this check"
-    for number in sorted(set.intersection(*map(set, logs)), reverse=True):
-        at = [log[number] for log in logs]
-        odd_here = _odd([(entry.name, entry.state) for entry in at])
-        if not odd_here:
-            return odd, str(at[0]), after
-        odd, after = odd_here, str(at[odd_here[0]])
-    return odd, "a draw before those that are noted", after
+    places = [{entry.state: at - len(log) for at, entry in enumerate(log)} for log in logs]
+    shared = set.intersection(*map(set, places))
+    odd, before, after = _odd(finals, usual), _DISTANT, "this check"
+    if not shared:
+        return odd, before, after
+    last = max(shared, key=lambda state: min(place[state] for place in places))
+    for further in (1, 0):  # the draw after it; its own line, if one rank alone has drawn there
+        pairs = [[None, *log, None][place[last] - 2 + further :][:2] for log, place in zip(logs, places)]
+        apart = _odd([at and (at.name, at.state, os.path.basename(at.site)) for _, at in pairs], usual)
+        if apart or further:
+            odd = apart or odd
+            first, second = pairs[odd[0]]
+            before, after = str(first or before), str(second or after)
+    return odd, before, after
 
 
-def _odd(values: list) -> list[int]:
-    """The places of the values that are not the most frequent one, the first of those in a tie."""
-    usual, _ = Counter(values).most_common(1)[0]
-    return [place for place, value in enumerate(values) if value != usual]
+def _odd(values: Sequence, usual: int) -> list[int]:
+    """The places of the values that are not the most frequent one, in a tie not the one at the place `usual`."""
+    counts = Counter(values)
+    most = max(values, key=lambda value: (counts[value], value == values[usual]))
+    return [place for place, value in enumerate(values) if value != most]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,14 +23,33 @@ def line_objects(value: object, mesh: Mesh, axis: int) -> list:
     group = mesh.group((axis,))
     parts: list = [value] * group.size()
     if group.name() != "fake":  # in a world without processes everybody would say the same
-        noted = flight_recorder.note("gather_objects", mesh.rank_group((axis,)), 0, WAITING)
-        try:
+        with _noted("gather_objects", mesh, axis):
             torch.distributed.all_gather_object(parts, value, group=group)
-        except RuntimeError as error:
-            noted[0] = FAILED
-            raise _failure(error, "gather_objects", mesh, (axis,)) from error
-        noted[0] = DONE
     return parts
+
+
+def line_numbers(numbers: Sequence[int], mesh: Mesh, axis: int) -> list[list[int]]:
+    """Likewise of integers of 64 bits, as many on every rank: one all-gather of a tensor, nothing pickled."""
+    count = mesh.sizes[axis]
+    if count == 1 or (group := mesh.group((axis,))).name() == "fake":
+        return [list(numbers)] * count
+    part = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    everyone = part.new_empty(count * len(numbers))
+    with _noted("gather_numbers", mesh, axis):
+        group._allgather_base(everyone, part).wait()
+    return everyone.view(count, -1).tolist()
+
+
+@contextmanager
+def _noted(kind: str, mesh: Mesh, axis: int) -> Iterator[None]:
+    """Tells the flight recorder; raises CommunicationError where a rank is gone."""
+    noted = flight_recorder.note(kind, mesh.rank_group((axis,)), 0, WAITING)
+    try:
+        yield
+    except RuntimeError as error:
+        noted[0] = FAILED
+        raise _failure(error, kind, mesh, (axis,)) from error
+    noted[0] = DONE
 
 
 def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:

@@ -53,11 +53,12 @@ from .._torch_private import (
 )
 from ..installed._replicas import check_replicas
 from .balance import Balance
+from .in_step import FIRST, InStep, differ, is_turn
 from .inference import writes_counted
 from .join import join, tensor_mesh
 
-# Ranks compare what they were given in the first calls, and then in every so many.
-FIRST_CHECKS, CHECK_EVERY = 3, 100
+_FULL_EVERY = 100
+"""Of so many calls one is checked in full, as the first are; in turns between, numbers that stand for some of it."""
 _calls_of: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()  # of `shard_batch`
 
 
@@ -105,23 +106,25 @@ class RootBoundary:
     def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
         self._mesh = mesh
         self._cuts = cuts
-        self._calls = 0
+        self._calls, self._in_step = 0, InStep(root, mesh)
         # What a plain tensor entered as: a forward that goes by the identity of a batch sees one object, as long as the
         # caller holds the batch. They share memory and the count of writes.
         self._entered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         add_step(root, "inputs", self._enter, self._leave)
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
-        self._calls += 1
-        if checks and (_current_graph_task_id() != -1 or is_checkpoint_selective()):
-            checks = False  # a checkpoint's first pass and its second must call the same functions
+        number, self._in_step.entered = self._calls, ()
+        counts = number < FIRST or torch.is_grad_enabled()
+        if _current_graph_task_id() != -1 or is_checkpoint_selective():
+            counts = False  # a checkpoint's first pass and its second must call the same functions
+        self._calls += counts
+        checks = counts and is_turn(number)
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
         with DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
-            if checks:
+            if checks and (self._in_step.enter((args, kwargs), number + 1) or _in_full(number)):
                 check_agreement((args, kwargs), self._mesh)
                 check_replicas(root, self._mesh)
             if balance is not None:
@@ -160,9 +163,15 @@ class RootBoundary:
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """A partial number (a loss) is reduced here, so that `loss.item()` never communicates."""
+        with DisableTorchFunction():
+            self._in_step.leave()
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
+
+
+def _in_full(number: int) -> bool:
+    return number < FIRST or number % _FULL_EVERY == 0
 
 
 def _lies_like(one: Tensor, other: Tensor) -> bool:
@@ -212,7 +221,7 @@ def shard_batch(plan: PlanFields, batch: Any) -> Any:
     mesh = mesh_of(tensor_mesh(plan))
     calls = _calls_of.get(mesh, 0)
     _calls_of[mesh] = calls + 1
-    if calls < FIRST_CHECKS or calls % CHECK_EVERY == 0:
+    if is_turn(calls) and (_in_full(calls) or differ(batch, mesh)):
         check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
     return spread(batch, mesh, cuts_of(plan))
 

@@ -7,7 +7,7 @@ what is written to it by its owner alone is a value like any other: `vescale.com
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, PlainTensorError
 from vescale_dtensor.engine import INVARIANT, REPLICATE, Mesh, fold_objects, line_objects, local_only, place_of
 
+from .._torch_private import is_traceable_wrapper_subclass
+
+_LOOKED_AT = 1 << 16
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,7 +32,7 @@ def check_replicas(root: nn.Module, mesh: Mesh) -> None:
     held = dict(root.named_parameters())
     if any(held[name].is_meta for name in names):
         return
-    sums = _sums([held[name] for name in names])
+    sums = _digests([held[name] for name in names], lambda bits: bits.sum(dtype=torch.int64))
     kept = {axis: [at for at, name in enumerate(names) if _copies(held[name], axis)] for axis in range(mesh.ndim)}
     own = tuple(zlib.crc32(repr([sums[at] for at in kept[axis]]).encode()) for axis in range(mesh.ndim))
     odd = fold_objects(_odd(own, mesh), _least, mesh)
@@ -61,18 +64,38 @@ def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
     )
 
 
-def _sums(parameters: Sequence[DTensor]) -> list[int]:
-    """Sums each parameter's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
+def replica(root: nn.Module, mesh: Mesh, turn: int) -> tuple[list[int], list[int]]:
+    """Digests one replicated parameter, another in each turn, and says along which axes ranks hold the same; of an
+    empty list if there is none."""
+    held = list(root.parameters())
+    turned = (held[(turn + at) % len(held)] for at in range(len(held)))
+    one = next((one for one in turned if _is_replicated(one, mesh)), None)
+    return ([], []) if one is None else (first_bits([one]), [axis for axis in range(mesh.ndim) if _copies(one, axis)])
+
+
+def first_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Digests the first elements that this rank has of each, by place. The host waits once."""
+    looked = [
+        one
+        for one in tensors
+        if one.layout is torch.strided and not one.is_meta and not is_traceable_wrapper_subclass(one)
+    ]
+    places = lambda bits: torch.arange(1, len(bits) + 1, device=bits.device)
+    return _digests(looked, lambda bits: (bits[:_LOOKED_AT] * places(bits[:_LOOKED_AT])).sum())
+
+
+def _digests(tensors: Sequence[Tensor], digest: Callable[[Tensor], Tensor]) -> list[int]:
+    """Folds each tensor's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
     made: dict[torch.device, list[tuple[int, Tensor]]] = {}
     with torch.no_grad(), local_only():
-        for at, parameter in enumerate(parameters):
-            flat = parameter.detach().reshape(-1)
+        for at, tensor in enumerate(tensors):
+            flat = tensor.detach().reshape(-1)
             flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-            one = flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor)
+            one = digest(flat.view(_BITS[flat.element_size()]).as_subclass(Tensor))
             made.setdefault(one.device, []).append((at, one))
         found = {at: value for row in made.values()
                  for (at, _), value in zip(row, torch.stack([one for _, one in row]).tolist())}  # fmt: skip
-    return [found[at] for at in range(len(parameters))]
+    return [found[at] for at in range(len(tensors))]
 
 
 def _odd(own: Sequence[int], mesh: Mesh) -> tuple[int, int, int] | None:

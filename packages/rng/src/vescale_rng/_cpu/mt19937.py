@@ -19,6 +19,7 @@ from .jump import N, blocks_ahead
 # (ATen/CPUGeneratorImpl.cpp, CPUGeneratorImplStateLegacy).
 _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * N)
 _DISCARD = 1 << 18
+_BLOCKS = 200  # how far `is_behind` looks
 FAR = 1 << 22  # words from which on a jump is cheaper than drawing
 
 
@@ -32,7 +33,7 @@ def words_taken(fill: Callable[[Tensor], object], dtype: torch.dtype, generator:
     try:
         generator.manual_seed(0)
         fill(torch.empty(count, dtype=dtype))
-        return int(generator.get_state()[_NEXT].view(torch.int64))
+        return _following(generator.get_state())
     finally:
         generator.set_state(kept)
 
@@ -45,6 +46,23 @@ def discard(words: int, generator: Generator) -> None:
     waste = torch.empty(min(words, _DISCARD), dtype=torch.uint8)  # one word per element
     for done in range(0, words, _DISCARD):
         waste[: min(_DISCARD, words - done)].random_(generator=generator)
+
+
+def is_behind(state: Tensor, other: Tensor) -> bool:
+    """True if a generator in one state of the host's comes to the other by drawing on, some hundred times 624 words
+    at most; also if they are one state."""
+    generator = Generator()
+    generator.set_state(state)
+    for blocks in range(_BLOCKS):
+        now = generator.get_state()
+        if torch.equal(now[_WORDS], other[_WORDS]):
+            return bool(blocks) or _following(now) <= _following(other)
+        torch.empty(N, dtype=torch.uint8).random_(generator=generator)
+    return False
+
+
+def _following(state: Tensor) -> int:
+    return int(state[_NEXT].view(torch.int64))
 
 
 def _jump(words: int, generator: Generator) -> None:
