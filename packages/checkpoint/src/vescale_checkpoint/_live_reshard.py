@@ -1,8 +1,8 @@
 """Online resharding: the intersections of a load, executed by collectives instead of a disk.
 
-What a save would write is what is sent: the save plan says which rank is the source
-of which box, the load's matching says which boxes every rank needs, and each round
-is one all-to-all of the intersections, in an order that both ends compute alike.
+What a rank holds already it copies. What it lacks is sent as a save would write it: the save plan says which rank is
+the source of which box, and each round is one all-to-all of the intersections, in an order that both ends compute
+alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._job import wait_for_save
-from .format._box import Box, Piece, intersect, shape_of, volume, window
+from .format._box import Box, Piece, intersect, shape_of, split, volume, window, without
 from .format._dtypes import SIZES
 from .io._memory import as_bytes, view_of, without_collector
 from .io._write import flat_of
@@ -23,18 +23,21 @@ from .manifest import Manifest, Stored
 from .plan._catalogue import Catalogue, catalogue_of, local_of, unite
 from .plan._choice import Choice, Report
 from .plan._restore import Restore
-from .plan._save_plan import plan_writes
+from .plan._save_plan import Write, held_by, plan_writes
 from .plan._state import contents_of
 from .sync._sync import Session, collective_device, exchange_bytes, forget_finished, mesh_ranks, session_of
 
-ROUND_BYTES = 64 << 20  # of tensors, per rank, that one all-to-all moves
+ROUND_BYTES = 8 << 20  # that one all-to-all brings to a rank; it is packed and unpacked, so that thrice that is held
 
 
-class Wanted(NamedTuple):
-    """Boxes of one tensor that one rank needs."""
+class Lacking(NamedTuple):
+    """A box that a rank needs and does not hold; on that rank, where it is to lie too."""
 
     name: str
-    boxes: tuple[Box, ...]
+    box: Box
+    nbytes: int
+    memory: Tensor | None = None
+    piece: Piece | None = None
 
 
 def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Report:
@@ -42,29 +45,31 @@ def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Repo
     every rank.
 
     Both are states as for `save` and `load`: {"model": model, "optimizer": optimizer, ...}. Every value is transferred
-    bit for bit, without a disk. Both states are in memory meanwhile, plus the tensors of one round.
+    bit for bit, without a disk. Both states are in memory meanwhile, plus the bytes of one round. The report's
+    `bytes_read` are those that came from other ranks.
 
-    Raises MismatchError, UnsafeError or PeerError on all ranks alike. Communication: each byte that a rank needs, once,
-    in all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that each rank needs.
+    Raises MismatchError, UnsafeError or PeerError on all ranks alike. Communication: each byte that a rank needs and
+    does not hold, once, in all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that each rank
+    lacks.
     """
     wait_for_save(raises=False)  # a session's keys are forgotten in the next, so that no two may be open at a time
     with session_of("reshard") as session, without_collector(), torch.no_grad():
         contents = contents_of(source)
-        catalogue = _agreed(session, catalogue_of(contents, session.size, mesh_ranks))
+        own = catalogue_of(contents, session.size, mesh_ranks)
+        catalogue = _agreed(session, own)
         stored = {entry.name: Stored(entry.dtype, entry.shape, (), entry.tied) for entry in catalogue.entries}
         described = Manifest(0, "", 1, {}, stored, catalogue.values)
         restore = Restore(described, target, Choice(None, None, (), "error", "error"))
         restore.check(session.gather)
-        wanted = _exchanged(session, restore)
-        flats: dict[str, Tensor] = {}
-        mine = {
-            name: [(write.piece, flats.setdefault(name, flat_of(contents.tensors[name]))) for write in writes]
-            for name, writes in _by_name(plan_writes(catalogue.entries, session.rank)).items()
-        }
-        owners = [_by_name(plan_writes(catalogue.entries, rank)) for rank in range(session.size)]
+        flats = {name: flat_of(tensor) for name, tensor in contents.tensors.items()}
+        held = {entry.name: held_by(entry, session.rank) for entry in own.entries}
+        mine = list(_lacking(restore, held, flats))
+        lacking = _exchanged(session, mine, catalogue)
+        lacking[session.rank] = mine
+        writes = [_by_name(plan_writes(catalogue.entries, rank)) for rank in range(session.size)]
         moved = 0
-        for names in _rounds(catalogue, session.size):
-            moved += _round(session, names, mine, owners, wanted, restore)
+        for parts in _rounds(lacking):
+            moved += _round(parts, session.rank, writes, flats)
         restore.apply()
         session.gather("moved")
         return Report(
@@ -79,80 +84,89 @@ def _agreed(session: Session, own: Catalogue) -> Catalogue:
     return unite(session.gather("entries", own.to_json())) if odd else own
 
 
-def _exchanged(session: Session, restore: Restore) -> list[list[Wanted]]:
-    """Per rank what it needs, in the order in which it will be sent."""
-    mine = [(target.source, [piece.box for piece in target.pieces]) for target in restore.targets]
-    return [
-        [Wanted(name, tuple(tuple(map(tuple, box)) for box in boxes)) for name, boxes in json.loads(text)]
-        for text in session.gather("wanted", json.dumps(mine).encode())
-    ]
+def _lacking(restore: Restore, held: Mapping[str, Sequence[Piece]], flats: Mapping[str, Tensor]) -> Iterator[Lacking]:
+    """Copies what this rank holds to where it is to lie, and yields the rest, in parts of half a round."""
+    for target, tensor in zip(restore.targets, restore.memories, strict=True):
+        memory, pieces = local_of(tensor).view(-1), held.get(target.source, ())
+        size = SIZES[target.stored.dtype]
+        for piece in target.pieces:
+            for other in pieces:
+                inner = intersect(piece.box, other.box)
+                if inner is not None:
+                    view_of(memory, window(piece, inner)).copy_(view_of(flats[target.source], window(other, inner)))
+            for rest in without(piece.box, [other.box for other in pieces]):
+                for box in split(rest, -(-volume(rest) * size * 2 // ROUND_BYTES)):
+                    yield Lacking(target.source, box, volume(box) * size, memory, window(piece, box))
 
 
-def _by_name(writes: Sequence[Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for write in writes:
-        found.setdefault(write.entry.name, []).append(write)
+def _exchanged(session: Session, mine: Sequence[Lacking], catalogue: Catalogue) -> list[Sequence[Lacking]]:
+    """Per rank what it lacks, in the order in which it will be sent."""
+    sizes = {entry.name: SIZES[entry.dtype] for entry in catalogue.entries}
+    found: list[Sequence[Lacking]] = []
+    for text in session.gather("lacking", json.dumps([(part.name, part.box) for part in mine]).encode()):
+        boxes = [(name, tuple(map(tuple, box))) for name, box in json.loads(text)]
+        found.append([Lacking(name, box, volume(box) * sizes[name]) for name, box in boxes])
     return found
 
 
-def _rounds(catalogue: Catalogue, ranks: int) -> Iterator[set[str]]:
-    """Names of tensors that move together."""
-    names: set[str] = set()
-    held = 0
-    for entry in catalogue.entries:
-        nbytes = Stored(entry.dtype, entry.shape, ()).nbytes
-        if names and held + nbytes > ROUND_BYTES * ranks:
-            yield names
-            names, held = set(), 0
-        names.add(entry.name)
-        held += nbytes
-    yield names
+def _by_name(writes: Sequence[Write]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for write in writes:
+        found.setdefault(write.entry.name, []).append(write.piece)
+    return found
+
+
+def _rounds(lacking: Sequence[Sequence[Lacking]]) -> Iterator[list[list[Lacking]]]:
+    """Per rank the parts that reach it in one all-to-all."""
+    waiting = [list(reversed(parts)) for parts in lacking]
+    while any(waiting):
+        yield [list(_taken(parts)) for parts in waiting]
+
+
+def _taken(parts: list[Lacking]) -> Iterator[Lacking]:
+    room = ROUND_BYTES
+    while parts and (room == ROUND_BYTES or parts[-1].nbytes <= room):
+        room -= parts[-1].nbytes
+        yield parts.pop()
 
 
 def _round(
-    session: Session,
-    names: set[str],
-    mine: Mapping[str, list[tuple[Piece, Tensor]]],
-    owners: Sequence[Mapping[str, list[Any]]],
-    wanted: Sequence[Sequence[Wanted]],
-    restore: Restore,
+    parts: Sequence[Sequence[Lacking]],
+    rank: int,
+    writes: Sequence[Mapping[str, list[Piece]]],
+    flats: Mapping[str, Tensor],
 ) -> int:
     """One all-to-all; returns the bytes that this rank received."""
     sent = []
     device = collective_device()
-    for needs in wanted:
-        parts = [  # an optimizer's step counts lie on the host, offloaded states too
-            as_bytes(view_of(flat, window(piece, inner)).contiguous()).to(device)
-            for need in needs
-            if need.name in names
-            for box in need.boxes
-            for piece, flat in mine.get(need.name, ())
-            if (inner := intersect(box, piece.box)) is not None
+    for needs in parts:
+        pieces = [  # an optimizer's step counts lie on the host, offloaded states too
+            as_bytes(view_of(flats[part.name], window(piece, inner)).contiguous()).to(device)
+            for part in needs
+            for piece, inner in _common(part, writes[rank])
         ]
-        sent.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device))
-    plans = [list(_arriving(names, restore, owner)) for owner in owners]
-    sizes = [sum(nbytes for _, _, _, nbytes in plan) for plan in plans]
-    for plan, data in zip(plans, exchange_bytes(sent, sizes)):
+        sent.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device))
+    arriving = [[(part, inner) for part in parts[rank] for _, inner in _common(part, writes[other])]
+                for other in range(len(parts))]  # fmt: skip
+    sizes = [sum(_nbytes(part, inner) for part, inner in plan) for plan in arriving]
+    for plan, data in zip(arriving, exchange_bytes(sent, sizes)):
         at = 0
-        for index, piece, inner, nbytes in plan:
-            flat = local_of(restore.memories[index]).view(-1)
-            values = data[at : at + nbytes]
-            values = (values.clone() if values.storage_offset() % flat.element_size() else values).view(flat.dtype)
-            view_of(flat, window(piece, inner)).copy_(values.view(shape_of(inner)))
-            at += nbytes
+        for part, inner in plan:
+            values = data[at : at + _nbytes(part, inner)]
+            values = values.clone() if values.storage_offset() % part.memory.element_size() else values
+            values = values.view(part.memory.dtype).view(shape_of(inner))
+            view_of(part.memory, window(part.piece, inner)).copy_(values)
+            at += _nbytes(part, inner)
     return sum(sizes)
 
 
-def _arriving(
-    names: set[str], restore: Restore, owner: Mapping[str, list[Any]]
-) -> Iterator[tuple[int, Piece, Box, int]]:
-    """Yields what one rank sends here, in its order: target, its piece, the box, the bytes."""
-    for index, target in enumerate(restore.targets):
-        if target.source not in names:
-            continue
-        size = SIZES[target.stored.dtype]
-        for piece in target.pieces:
-            for write in owner.get(target.source, ()):
-                inner = intersect(piece.box, write.piece.box)
-                if inner is not None:
-                    yield index, piece, inner, volume(inner) * size
+def _common(part: Lacking, writes: Mapping[str, list[Piece]]) -> Iterator[tuple[Piece, Box]]:
+    """Yields what one rank sends of a part, in its order."""
+    for piece in writes.get(part.name, ()):
+        inner = intersect(part.box, piece.box)
+        if inner is not None:
+            yield piece, inner
+
+
+def _nbytes(part: Lacking, inner: Box) -> int:
+    return volume(inner) * part.nbytes // volume(part.box)

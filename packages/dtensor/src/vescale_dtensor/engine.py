@@ -102,6 +102,7 @@ from ._tensor.loans import Held as Held
 from ._tensor.loans import Lender as Lender
 from ._tensor.loans import written as written
 from ._tensor.tensor import attach as attach
+from ._tensor.tensor import attributes_beside as attributes_beside
 from ._tensor.tensor import drop_gradients as drop_gradients
 from ._tensor.tensor import local_only as local_only
 from ._tensor.tensor import requires_grad as requires_grad

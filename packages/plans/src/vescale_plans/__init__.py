@@ -8,6 +8,7 @@ from ._apply.apply import expert_drops as expert_drops
 from ._apply.apply import expert_load as expert_load
 from ._apply.apply import no_sync as no_sync
 from ._apply.apply import parallelize as parallelize
+from ._apply.reshape import reshape as reshape
 from ._zero.optim_kinds import register_elementwise as register_elementwise
 from ._capture.explain import explain_compile as explain_compile
 from ._capture.front import CompileWarning as CompileWarning

@@ -233,7 +233,7 @@ def old_graph():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallelize(Plan(**PLANS["zero 0"]), model)
-    with pytest.raises(PlanError, match="a graph from before parallelize ends in"):
+    with pytest.raises(PlanError, match="a graph from before the plan ends in"):
         norm.backward()
 
 

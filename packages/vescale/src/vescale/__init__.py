@@ -86,6 +86,7 @@ from ._planning.dry_run import dry_run as dry_run
 from ._planning.dry_run import generate_plan as generate_plan
 from ._planning.from_config import plan_from_config as plan_from_config
 from ._planning.predict import predict as predict
+from ._reshape import reshape as reshape
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare

@@ -104,6 +104,7 @@ PUBLIC = {
         "register_elementwise",
         "register_rule",
         "reproducible",
+        "reshape",
         "reshard",
         "save",
         "set_rng_state",
@@ -228,6 +229,7 @@ PUBLIC = {
         "no_sync",
         "parallelize",
         "register_elementwise",
+        "reshape",
     },
     "vescale_rng": {
         "Geometry",

@@ -67,6 +67,24 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(found)
 
 
+def without(box: Box, others: Sequence[Box]) -> list[Box]:
+    """Returns the part of a box that lies in none of the others, as disjoint boxes."""
+    left = [box]
+    for other in others:
+        left = [rest for one in left for rest in _beside(one, intersect(one, other))]
+    return left
+
+
+def _beside(box: Box, inner: Box | None) -> list[Box]:
+    if inner is None:
+        return [box]
+    found = []
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, inner)):
+        cut = [(start, low), (high, stop)]
+        found += [(*inner[:dim], part, *box[dim + 1 :]) for part in cut if part[0] < part[1]]
+    return found
+
+
 def window(piece: Piece, inner: Box) -> Piece:
     """The part `inner` of a piece, in the same memory."""
     offset = piece.offset

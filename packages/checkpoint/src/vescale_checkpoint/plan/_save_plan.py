@@ -72,6 +72,11 @@ def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
     return found
 
 
+def held_by(entry: Entry, rank: int) -> Sequence[Piece]:
+    """Returns the pieces of a tensor that a rank holds, whoever writes them."""
+    return _share(entry.holders[0], rank, entry.shape)[3]
+
+
 def _assigned(piece: Piece, size: int, count: int, replica: int, heap: list[tuple[int, int]]) -> list[Piece]:
     """The parts of a piece, held by `count` replicas, that `replica` writes."""
     nbytes = volume(piece.box) * size

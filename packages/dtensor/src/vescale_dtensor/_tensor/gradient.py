@@ -213,7 +213,8 @@ def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     layout = layout_of_gradient(tensor)
 
     def wrapped(gradient: Tensor) -> Tensor | None:
-        seen = attach(alias(gradient), layout)
+        owner = tensor.__dict__.get("_owner")  # another one, once a model has another plan
+        seen = attach(alias(gradient), layout if owner is None else owner.full_layout.gradient)
         answer = hook(seen)
         if answer is None:
             return None

@@ -204,6 +204,16 @@ class DTensor(Tensor, metaclass=TensorType):
 
 DTensor._kind = DTensor
 
+_INTERNAL = frozenset(
+    ("_layout", "_conversions", "_sliced", "_reduced_grad", "_refusal", "_owner", "_loan", "_source", "_gradient_of")
+)
+
+
+def attributes_beside(tensor: Tensor) -> dict[str, Any]:
+    """Returns the attributes of a tensor's object beside those by which it is known how it lies: users', and whether it
+    is a parameter."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _INTERNAL}
+
 
 def of_class(tensor: Tensor, kind: type, name: str) -> Any:
     """Finds an attribute that tensors lack, for one that stands for an object of the user's class `kind`."""

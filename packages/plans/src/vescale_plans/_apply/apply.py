@@ -17,7 +17,7 @@ from vescale_rng import attributes_of, distribute, is_deferred, materialize
 from .._capture.explain import compiled
 from .._capture.mode import Mode, check_compiler, mode_of
 from .._experts.structure import find_experts, place_experts
-from .._plan.promise import promise
+from .._plan.promise import promise, promise_later
 from .._plan.validate import fit
 from .._zero.optim import wrap
 from ..installed._carried_hooks import carry_hooks
@@ -175,7 +175,7 @@ def _parallelized(
         keep_stage_mesh(given, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
-        shards = _shard_parameters(plan, model, device_mesh, placed)
+        shards = shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         _move_buffers(model, mesh)
         names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks
@@ -235,7 +235,7 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
     return {boundary.name: boundary.total_dropped() for boundary in model._vescale.experts}
 
 
-def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, Became]:
+def shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, Became]:
     """Every parameter becomes its shard, the object with it; tied parameters, and modules under several names, stay
     one. Returns what the parameters were."""
     held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
@@ -247,7 +247,9 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
             Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
             for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
         ]
-        if plan.zero == 3 and is_deferred(parameter):
+        if type(parameter) is DTensor:
+            shard = promise_later(parameter, device_mesh, placements)
+        elif plan.zero == 3 and is_deferred(parameter):
             shard = promise(parameter, device_mesh, placements)
         else:
             sharded = distribute(parameter.detach(), device_mesh, placements)

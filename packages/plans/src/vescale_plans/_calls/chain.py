@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -236,10 +236,21 @@ def end(begun: list[Step | Copies], module: nn.Module, args: tuple, kwargs: dict
             warnings.warn(what, stacklevel=2)
 
 
+def clear(module: nn.Module) -> None:
+    """Takes all steps off a module. Its hooks keep their places among users' for steps to come; see `drop_empty`."""
+    for chain in _chains(module):
+        chain.order = Order(())
+
+
+def drop_empty(module: nn.Module) -> None:
+    """Takes the hooks of a module away for which no steps have come."""
+    for chain in _chains(module):
+        chain.become(module, chain.order.steps)
+
+
 def add_step(module: nn.Module, name: str, before: Before | None = None, after: After | None = None) -> Added:
     """A step of the module's calls from now on, in the phase of that name."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    chain = next((chain for chain, _ in map(_part, hooks) if chain is not None), None) or Chain()
+    chain = next(_chains(module), None) or Chain()
     step = Step(name, before, after)
     chain.become(module, (*chain.order.steps, step))
     return Added(chain, module, step)
@@ -292,6 +303,12 @@ def hooks_after(module: nn.Module) -> list[Hook]:
 def is_ours(hook: Any) -> bool:
     """True if a hook is one of this library's."""
     return (getattr(hook, "__module__", "") or "").startswith("vescale")
+
+
+def _chains(module: nn.Module) -> Iterator[Chain]:
+    """Yields the chain of a module, if it has one."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    yield from dict.fromkeys(chain for chain, _ in map(_part, hooks) if chain is not None)
 
 
 def _part(hook: Any) -> tuple[Chain | None, str]:

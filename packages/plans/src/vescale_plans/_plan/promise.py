@@ -31,6 +31,12 @@ def promise_copy(held: DTensor, layout: Layout, requires_grad: bool) -> nn.Param
     return _blank(held, layout, requires_grad)
 
 
+def promise_later(held: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter laid out anew, to whose place in a buffer the values of `held` are brought later."""
+    blank = torch.empty(held.shape, dtype=held.dtype, device="meta")
+    return _blank(blank, distribute_tensor(blank, device_mesh, placements)._layout.base, held.requires_grad)
+
+
 def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
     local = torch.empty(layout.local_shape, dtype=source.dtype, device=layout.mesh.device_type)
     local.untyped_storage().resize_(0)
@@ -39,13 +45,15 @@ def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
     return found
 
 
-def fulfil(parameter: DTensor, layout: Layout) -> tuple[Tensor, bool] | None:
+def fulfil(parameter: DTensor, layout: Layout) -> tuple[Tensor | None, bool] | None:
     """Fulfils a promise: returns the local values, plain, and whether they are this rank's part under `layout` alone;
-    None for a parameter that has its values. Cost: nothing, but where what is copied lies in parts that were cut
-    otherwise."""
+    no values for those that come later, None for a parameter that has its own. Cost: nothing, but where what is copied
+    lies in parts that were cut otherwise."""
     source = parameter.__dict__.pop(_SOURCE, None)
     if source is None:
         return None
+    if type(source) is Tensor and source.is_meta:
+        return None, False
     if is_deferred(source):
         return materialize_shard(source, layout), True
     is_part = source._layout.base is not parameter._layout.base

@@ -57,13 +57,23 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     if kind.zero_grad is torch.optim.Optimizer.zero_grad:
         own["zero_grad"] = _zero_grad
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
-    optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._owners, optimizer._exchange, optimizer._is_inside, optimizer._twin = None, None, False, {}
     optimizer._on_dtensors = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
-    if methods is None and any(bucket.offloads for unit in data_parallel.units for bucket in unit.buckets):
+    bind(optimizer, data_parallel)
+    if methods is not None:
+        take_in_early(optimizer)
+    return optimizer
+
+
+def bind(optimizer: Any, data_parallel: DataParallel) -> None:
+    """The optimizer steps on these buckets from here on."""
+    kind = type(optimizer).__bases__[1]
+    optimizer._parallel = data_parallel
+    optimizer._owners, optimizer._exchange, optimizer._is_inside, optimizer._twin = None, None, False, {}
+    is_elementwise = not optimizer._on_dtensors and kind not in MATRIX
+    if not is_elementwise and any(bucket.offloads for unit in data_parallel.units for bucket in unit.buckets):
         raise PlanError(
             "parallelize",
             f"offload=True keeps optimizer states on the host, and {kind.__name__} steps on the device",
@@ -75,9 +85,6 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         sharing = data_parallel.sharing
         lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None
         optimizer._owners = Owners([param for param in params if param is not None], sharing.mesh, lead)
-    elif methods is not None:
-        take_in_early(optimizer)
-    return optimizer
 
 
 def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

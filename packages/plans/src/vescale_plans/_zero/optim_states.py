@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import attach, convert, convert_plain, local_only
+from vescale_dtensor.engine import INVARIANT, attach, convert, convert_plain, layout_of, local_only
+from vescale_trace.values import map_tensors
 
 from .._plan.parts import PlanError
 from .matrix import Owners
@@ -119,7 +120,7 @@ class ShardedStates:
         with local_only():
             kind = plain.dtype if given.is_floating_point() else given.dtype
             part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
-            return part.view(self._owners.local_shape(param) if self._owners is not None else plain.shape)
+            return part.view(self._shape_of(param))
 
     def sharded_state_dict(self, *, materialize: bool = False) -> dict[str, Any]:
         """State by parameter name, tensors as DTensors over the real memory: writing a shard changes the optimizer.
@@ -172,6 +173,54 @@ class ShardedStates:
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
+    def shown_states(self) -> dict[Tensor, dict[str, Any]]:
+        """States between steps, as DTensors where they are of a parameter's shape. Raises PlanError for other tensors
+        of an optimizer that steps on parts: how they go with the parts is not known."""
+        found = {parameter: dict(values) for parameter, values in self.state.items()}
+        odd = [
+            f"{self._name_of(parameter)}  {key} {list(value.shape)}"
+            for parameter, values in found.items()
+            for key, value in values.items()
+            if type(value) is Tensor and value.ndim and not self._on_dtensors
+        ]
+        if odd:
+            raise PlanError(
+                "reshape",
+                f"states of {type(self).__name__} are neither of the parameter's shape nor numbers",
+                odd[:4],
+                [("vescale.save, then vescale.load in a job with the other plan", "if its states can be saved")],
+            )
+        return found
+
+    def blank_states(self, shown: dict[Tensor, dict[str, Any]]) -> list[tuple[DTensor, DTensor]]:
+        """Has states as `shown_states` gave under another plan. Returns pairs of theirs and its own, whose values are
+        not there yet."""
+        pairs: list[tuple[DTensor, DTensor]] = []
+        self._held_states = defaultdict(dict)
+        for parameter, values in shown.items():
+            param = self._parallel.param_of(parameter)
+            made = map_tensors(values, lambda one, param=param: self._blank(one, param, pairs))
+            self._held_states[parameter] = made
+        return pairs
+
+    def _blank(self, shown: Tensor, param: ShardedParameter, pairs: list[tuple[DTensor, DTensor]]) -> Tensor:
+        if type(shown) is not DTensor:
+            return shown
+        plain, layout = (None, param.at_rest[1]) if self._on_dtensors else self._plain_of(param)
+        if tuple(shown.shape) != layout.shape:
+            layout = layout_of(layout.mesh, (INVARIANT,) * layout.mesh.ndim, tuple(shown.shape))
+        with local_only():
+            device = param.full.device if plain is None else plain.device
+            made = torch.empty(layout.local_shape, dtype=shown.dtype, device=device)
+            held = made.view(layout.local_shape if plain is None else self._shape_of(param))
+        whole = attach(made.detach(), layout)
+        pairs.append((shown, whole))
+        return whole if plain is None else held
+
+    def _shape_of(self, param: ShardedParameter) -> tuple[int, ...]:
+        """Returns the shape of a state of the parameter's shape, as it is held."""
+        return self._owners.local_shape(param) if self._owners is not None else self._plain_of(param)[0].shape
+
     def _as_dtensor(self, key: str, value: Any, param: ShardedParameter | None) -> Any:
         if param is None or self._on_dtensors or type(value) is not Tensor or key in _COUNTS:
             return value
@@ -193,8 +242,7 @@ class ShardedStates:
         else:
             part = convert_plain(value.detach(), layout.mesh, layout, "optimizer.state")
         with local_only():
-            shape = self._owners.local_shape(param) if self._owners is not None else plain.shape
-            return part.detach().as_subclass(Tensor).to(plain.device).reshape(shape).contiguous()
+            return part.detach().as_subclass(Tensor).to(plain.device).reshape(self._shape_of(param)).contiguous()
 
     def _materialize(self) -> None:
         """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
@@ -209,8 +257,9 @@ class ShardedStates:
             return
         kept_groups, kept_state, own_step = self.param_groups, self._held_states, self._own_step()
         for group, parameter, param in waiting:
-            shape = self._owners.local_shape(param) if self._owners is not None else param.optimized.shape
-            blank = nn.Parameter(torch.zeros(shape, dtype=param.optimized.dtype, device=param.optimized.device))
+            blank = nn.Parameter(
+                torch.zeros(self._shape_of(param), dtype=param.optimized.dtype, device=param.optimized.device)
+            )
             blank.grad = torch.zeros_like(blank)
             self.param_groups, self._held_states = [{**group, "params": [blank]}], defaultdict(dict)
             self._is_inside = True

@@ -108,7 +108,7 @@ class FlatParameters:
         param.parameter, param.name, param.start = parameter, name, self.packing.starts[i]
         param.full_layout = param.shard_layout = layout
         param.numel, param.shape = prod(layout.local_shape), layout.local_shape
-        param.gradient = param.optimized = param.arriving = None
+        param.gradient = param.optimized = param.arriving = param.arrival = None
         param.is_copied = param.is_away = param.is_lent = False
         param.is_separate, param.met = self.separate, None
         param.hooks = OrderedDict() if self.axes else None
@@ -125,9 +125,9 @@ class FlatParameters:
         self.dtype, self.compute = dtype, sharing.compute if changes else dtype
         self.reduce = sharing.reduce if changes and sharing.reduce is not None else dtype
 
-    def _move_in(self, values: Sequence[tuple[Tensor, bool]]) -> None:
+    def _move_in(self, values: Sequence[tuple[Tensor | None, bool]]) -> None:
         """Allocates, and points the parameters, with their values, at the new memory. `values`: per parameter, local,
-        and whether it is this rank's part of the full-precision shard alone."""
+        and whether it is this rank's part of the full-precision shard alone; None where they come later."""
         packing, device, dtype = self.packing, self.device, self.dtype
         if self.is_elsewhere:
             self.packing = packing = replace(packing, part=0)
@@ -159,7 +159,9 @@ class FlatParameters:
                 param.shard = self.shard[param.start : param.start + param.numel].view(param.shape)
             param.held = (low, high) if high > low else (0, 0)
             with torch.no_grad(), local_only():
-                if not self.separate:
+                if value is None:
+                    pass
+                elif not self.separate:
                     param.full.copy_(value.view(param.shape))
                 else:
                     param.shard.view(-1).copy_(value.reshape(-1) if is_part else value.reshape(-1)[low:high])

@@ -73,7 +73,7 @@ class ShardedParameter:
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "shard_layout", "reduced_layout",
         "gradient_layout", "full", "shard", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "end_pass", "shown", "lender",
+        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "end_pass", "shown", "lender", "arrival",
     )  # fmt: skip
 
     parameter: DTensor
@@ -99,6 +99,7 @@ class ShardedParameter:
     wait: Callable[[], None]  # the bucket's: what is on its way to its parameters is there
     end_pass: Callable[[], None]  # the model's: a backward that raised is ended, before anybody looks at gradients
     lender: Lender  # the bucket's, of its memory of now
+    arrival: RemovableHandle | None  # of the hook by which the bucket hears of gradients
 
     def read(self, tensor: DTensor) -> Tensor:
         """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
@@ -167,6 +168,18 @@ class ShardedParameter:
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
+
+    def leave(self) -> tuple[OrderedDict[int, Callable] | None, OrderedDict[int, Callable] | None]:
+        """The parameter belongs to no bucket from here on, and has no gradient. Gives the users' hooks, as `Hooks`."""
+        self.parameter.grad = None
+        if self.arrival is not None:
+            self.arrival.remove()
+        self.lender.end(Held.COMES_AND_GOES)
+        self.lender.end(Held.COPY)
+        with local_only():
+            found = self.parameter._backward_hooks, self.hooks or self.parameter._post_accumulate_grad_hooks
+        self.full = self.shard = self.optimized = self.gradient = self.arriving = None
+        return found
 
     @property
     def at_rest(self) -> tuple[Tensor, Layout]:

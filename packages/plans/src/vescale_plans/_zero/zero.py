@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_dtensor.engine import (
     after_backward,
@@ -40,7 +41,9 @@ from vescale_dtensor.engine import (
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import add_step
+from .._plan.parts import PlanError
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, _get_sequence_nr, queue_callback
+from ..installed._carried_hooks import Hooks
 from .bucket import Bucket
 from .reductions import GradientReductions
 from .sharded_parameter import ShardedParameter, Sharing
@@ -161,7 +164,8 @@ class DataParallel:
                 if (hooks := parameter._post_accumulate_grad_hooks) is None:
                     trained = parameter.requires_grad  # torch hangs no hook on what is frozen
                     parameter.requires_grad_(True)
-                    parameter.register_post_accumulate_grad_hook(self._arrival(unit, bucket, i))
+                    hook = self._arrival(unit, bucket, i)
+                    bucket.params[i].arrival = parameter.register_post_accumulate_grad_hook(hook)
                     parameter.requires_grad_(trained)
                 else:  # an exchange of tensors takes their hooks from autograd, not from the objects
                     parameter._post_accumulate_grad_hooks = hooks
@@ -178,6 +182,13 @@ class DataParallel:
 
         Afterwards no parameter is on its way, and all are at rest: a step may write.
         """
+        if not self.units:
+            raise PlanError(
+                "optimizer.step",
+                "the model was reshaped without this optimizer, whose states are still those of the plan before",
+                (),
+                [("vescale.reshape(model, [optimizer, other], plan)", "all optimizers that step on the model")],
+            )
         self.end_pass()
         self.take_in()
         for unit in self.units:
@@ -221,6 +232,17 @@ class DataParallel:
             for bucket in unit.buckets:
                 if not bucket.separate:
                     bucket.leave_under_way()
+
+    def leave(self) -> tuple[dict[Tensor, Hooks], list[StorageWeakRef]]:
+        """The model's parameters lie in no bucket of these any longer; all have come to rest. Gives their users' hooks,
+        and the memory, for who wants to know whether anybody holds it still."""
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        memory = [StorageWeakRef(one.untyped_storage()) for bucket in buckets for one in (bucket.full, bucket.shard)]
+        hooks = {param.parameter: param.leave() for bucket in buckets for param in bucket.params}
+        for bucket in buckets:
+            bucket.full = bucket.shard = bucket._sink = None
+        self.units, self._params = [], {}
+        return hooks, memory
 
     def param_of(self, parameter: Tensor) -> ShardedParameter | None:
         """The parameter's place in its bucket, None for a tensor that is no parameter of the model."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import OperatorError
+from vescale_dtensor.engine import attributes_beside
 
 from .._cpu.stream import Draw, take
 from .._torch_private import (
@@ -74,7 +75,7 @@ def is_deferred(tensor: object) -> bool:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Returns the attributes users put on a tensor, deferred or not, and whether it is a parameter."""
-    return {key: value for key, value in tensor.__dict__.items() if key != "_slot"}
+    return {key: value for key, value in attributes_beside(tensor).items() if key != "_slot"}
 
 
 class Deferred(Tensor):

@@ -19,7 +19,7 @@ from ..._dispatch.copies import copied_side
 from ..._errors import OperatorError
 from ..._tensor.gradient import grad_of, move_grad
 from ..._tensor.loans import borrow
-from ..._tensor.tensor import DTensor, attach, local_only
+from ..._tensor.tensor import DTensor, attach, attributes_beside, local_only
 from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
 from ..registry import handler
 from ..traits import VIEWS, Trait
@@ -102,10 +102,8 @@ def deep_copy(function, args, kwargs):
     if getattr(tensor, "_is_param", False):
         fresh._is_param, fresh._kind = True, tensor._kind
         return fresh
-    skipped = {"_layout", "_conversions", "_reduced_grad", "_owner", "_loan", "_source", "_gradient_of"}
-    for name, item in tensor.__dict__.items():
-        if name not in skipped:
-            setattr(fresh, name, copy.deepcopy(item, memo))
+    for name, item in attributes_beside(tensor).items():
+        setattr(fresh, name, copy.deepcopy(item, memo))
     if tensor.grad is not None:
         fresh.grad = tensor.grad.detach().clone()
     return fresh

@@ -34,8 +34,8 @@ def become(parameter: nn.Parameter, shard: nn.Parameter, name: str) -> Became:
     with local_only():
         if parameter.requires_grad and parameter._use_count() > 1:
             get_gradient_edge(parameter).node.register_prehook(_refused(name))
-    kind, held = parameter.__class__, parameter.__dict__
-    parameter.__class__, shard.__class__ = shard.__class__, kind
+    kind, held = type(parameter), parameter.__dict__  # of a user's class, a DTensor says another `__class__`
+    parameter.__class__, shard.__class__ = type(shard), kind
     parameter.__dict__, shard.__dict__ = shard.__dict__, held
     if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
         parameter._kind = kind
@@ -47,9 +47,9 @@ def _refused(name: str) -> Callable[[Any], NoReturn]:
     def refuse(gradients: Any) -> NoReturn:
         raise PlanError(
             "backward",
-            f"a graph from before parallelize ends in {name}, which is now sharded: its gradient would be lost",
+            f"a graph from before the plan ends in {name}, which is another shard now: its gradient would be lost",
             (),
-            [("compute the value after parallelize, in forward or in the loop", "views of parameters are cheap")],
+            [("compute the value under the plan, in forward or in the loop", "views of parameters are cheap")],
         )
 
     return refuse
