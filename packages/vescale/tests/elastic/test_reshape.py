@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -152,6 +152,7 @@ def test_training_goes_on_to_the_bit(name, make):
     assert [of[0] for of in received] == [0] * 4  # each rank cuts its parts out of what it has
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name, seed", [("gpt", 0), ("llama", 0), ("mixtral", 0)])
 def test_random_plans(name, seed, count=5):
     draw = random.Random(f"{name} {seed}")

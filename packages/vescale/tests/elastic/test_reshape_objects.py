@@ -11,7 +11,8 @@ from torch import nn
 
 import vescale
 from vescale import InterleavedShard, Plan, PlanError, Precision, RaggedShard, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_checkpoint import _live_reshard
+from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
 
 warm_up("vescale")
 
@@ -66,7 +67,7 @@ def values_of(model, optimizer):
     for name, one in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state.get(one, {}).items()}
     return {
-        name: (one.full_tensor() if isinstance(one, vescale.DTensor) else one).detach().clone()
+        name: (one.full_tensor() if isinstance(one, vescale.DTensor) else one).detach().clone().cpu()
         for name, one in found.items()
     }
 
@@ -105,6 +106,7 @@ MAKES = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", MAKES)
 def test_every_value_moves_to_the_bit(name):
     plans = PLANS[:-1]  # another precision has other losses
@@ -301,3 +303,39 @@ def test_no_byte_too_many_comes():
     for found in run_ranks(4, move_all):
         assert [(came, need) for came, need in found if came > 1.05 * need] == []
         assert max(came for came, _ in found) > 0
+
+
+def held_bytes(model, optimizer):
+    """Of this rank's parameters and momenta, at rest, as buckets pad them."""
+    buckets = [bucket for unit in model._vescale.sync.units for bucket in unit.buckets]
+    rest = sum(bucket.shard.nbytes if bucket.separate else bucket.full.nbytes for bucket in buckets)
+    return rest + sum(one.to_local().nbytes for state in optimizer.state.values() for one in state.values())
+
+
+def peaks(pairs):
+    _live_reshard.ROUND_BYTES, found = 1 << 14, []
+    for old, new in pairs:
+        model = nn.Sequential(
+            OrderedDict(first=nn.Linear(512, 512), norm=nn.Linear(512, 512), last=nn.Linear(512, 512))
+        )
+        model, optimizer = vescale.parallelize(old, model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        model(torch.ones(4, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = held_bytes(model, optimizer)
+        with allocations() as log:
+            with log.phase("before"):
+                torch.empty(1)
+            with log.phase("reshape"):
+                vescale.reshape(model, optimizer, new)
+        found.append((before, held_bytes(model, optimizer), log.total("reshape") - log.total("before")))
+    return found
+
+
+def test_peak_memory_is_old_and_new_shards():
+    """And what one bucket of ZeRO-3 takes while it is made, and the parts that travel."""
+    pairs = [(PLANS[0], PLANS[2]), (PLANS[2], PLANS[3]), (PLANS[3], PLANS[0]), (PLANS[2], PLANS[1])]
+    bucket = 4 * 3 * (512 * 512 + 512)
+    for found in run_ranks(4, peaks, pairs):
+        for (old, new), (_, after, more) in zip(pairs, found, strict=True):
+            assert more <= after + (bucket if new.zero == 3 else 0) + 16 * (1 << 14), (old, new, found)
