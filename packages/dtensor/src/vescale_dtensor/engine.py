@@ -9,6 +9,7 @@ from ._communication.advice import ASKED as ASKED
 from ._communication.collectives import faking as faking
 from ._communication.collectives import simulated as simulated
 from ._communication.endings import first_ending as first_ending
+from ._communication.endings import longest_wait as longest_wait
 from ._communication.endings import raised_anywhere as raised_anywhere
 from ._communication.endings import raised_here as raised_here
 from ._communication.endings import tell_endings as tell_endings

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from vescale_dtensor.engine import (
     from_plain,
     is_reproducible,
     layout_of,
+    longest_wait,
     look_with,
     mesh_of,
     show_functions,
@@ -65,7 +67,8 @@ def pipelined(
     stage_mesh = _mesh_of_stage(device_mesh, tuple(others))
     _make_groups(mesh_of(stage_mesh))
     lines[mesh_of(stage_mesh)] = device_mesh.get_group(axis)
-    ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
+    timeout = longest_wait()
+    ranks, group = _line(device_mesh, list(plan.mesh).index(axis), timeout)
     place = ranks.index(dist.get_rank())
     device = torch.device(device_mesh.device_type)
     _take_states_of_one_device(model)
@@ -82,6 +85,7 @@ def pipelined(
             ranks,
             group,
             await_namespace().store,
+            timeout=timeout,
             codec=codec,
             loss=plan.pipeline.loss,
             device=device,
@@ -184,11 +188,11 @@ def _make_groups(mesh: Mesh) -> None:
             mesh.group(axes)
 
 
-def _line(device_mesh: DeviceMesh, axis: int) -> tuple[list[int], Any]:
+def _line(device_mesh: DeviceMesh, axis: int, timeout: timedelta) -> tuple[list[int], Any]:
     """This rank's pipeline: the ranks along the mesh's `axis`, and a group that nothing else uses."""
     mine = None
     for line in device_mesh.mesh.movedim(axis, -1).flatten(0, -2).tolist():
-        group = dist.new_group(line)
+        group = dist.new_group(line, timeout=timeout)
         if dist.get_rank() in line:
             mine = (line, group)
     return mine

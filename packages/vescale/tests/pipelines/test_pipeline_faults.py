@@ -224,6 +224,17 @@ def test_a_wait_for_a_rank_that_does_something_else_ends_and_says_what_it_was_fo
     assert all(seconds < PROMPT_S for *_, seconds in outcomes)
 
 
+def test_a_wait_is_as_long_as_those_of_the_worlds_collectives():
+    def timeouts():
+        from torch import distributed as dist
+
+        link = parallel(Net(), ranks=2)[0]._vescale.runtime.link
+        of_world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        return link.timeout == of_world == link._group._get_backend(torch.device("cpu")).options._timeout
+
+    assert run_ranks(2, timeouts) == [True, True]
+
+
 def unequal_numbers_of_batches():
     from torch import distributed as dist
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import VescaleError
+from .._torch_private import backend_timeouts
 from . import deaths
 from .namespace import ALONE, await_namespace, namespace
 
@@ -30,6 +31,11 @@ _UNUSED_TAG = 0x5EA1
 PATIENCE_S = 1.0
 """A killed process's connections close before its end can be seen: so long it is looked for."""
 _KILLED, _RAISED, _LEFT = "killed", "raised", "left"
+
+
+def longest_wait() -> timedelta:
+    """Returns how long a collective of the joined world waits for a rank; ten minutes if its backends do not say."""
+    return timedelta(seconds=min(backend_timeouts(), default=600.0))
 
 
 def tell_endings() -> None:

@@ -54,7 +54,6 @@ from .ownership import Ownership, disown_buffers, holds_elsewhere, named_everywh
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
 
-TIMEOUT = timedelta(minutes=10)
 READING = "what the stages will meet"
 """Computed on placeholders, which stand for no memory."""
 
@@ -69,6 +68,7 @@ class Runtime:
         ranks: this pipeline's global ranks, in order.
         group: a process group of these ranks that nothing else uses; closed when anything fails.
         store: where the ranks leave word, under names that no earlier world of theirs has used.
+        timeout: of every wait for another rank.
         codec: for values that are not plain tensors.
         loss: "mean" or "sum" of the microbatches' losses; None finds out.
         in_order: whether weights tied over stages are added up microbatch by microbatch, as on one device, for which
@@ -95,12 +95,12 @@ class Runtime:
         group: Any,
         store: Any,
         *,
+        timeout: timedelta,
         codec: Codec | None = None,
         loss: str | None = None,
         in_order: Callable[[], bool] = lambda: False,
         during: Callable[[], AbstractContextManager] = nullcontext,
         ended: Callable[[], str | None] = lambda: None,
-        timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
         recorder: Recorder | None = None,
         link: Callable[..., Link] = Link,
