@@ -20,6 +20,7 @@ from .io._retention import Retention, check_metrics
 from .io._source import opened
 from .plan._bare_names import with_model_key
 from .plan._choice import Choice, Report
+from .plan._joined import Join, with_joined
 from .plan._load_plan import plan_reads
 from .plan._restore import Restore
 from .plan._state import contents_of
@@ -87,6 +88,7 @@ def load(
     step: int | None = None,
     only: Iterable[str] | str | None = None,
     rename: Mapping[str, str] | None = None,
+    join: Join | None = None,
     cast: Iterable[str] | str = (),
     missing: str = "error",
     extra: str = "error",
@@ -108,6 +110,9 @@ def load(
         rename: the checkpoint's names -> the state's, of what a model holds, without the model's key ("encoder.*", not
             "model.encoder.*"); one "*" on each side stands for the same text. Optimizer states follow their parameters.
             A name that matches nothing is an error.
+        join: a function of the checkpoint's names and shapes, for tensors that it holds in parts. It returns, by names
+            of the state, the names of the parts, each with the indices at which it begins: a stack of two matrices is
+            {"model.stack": [("model.0", (0, 0, 0)), ("model.1", (1, 0, 0))]}.
         cast: permitted conversions of dtypes: "lossless", or by name, such as "float32->bfloat16". None by default.
         missing: "error", or "keep" the values that the checkpoint lacks; still an error if it lacks all of them.
         extra: "error", or "ignore" names that the state lacks.
@@ -129,7 +134,7 @@ def load(
     touched: list[str] = []
     try:
         with session_of("load") as session, without_collector():
-            return _load(session, path, state, step, choice, verify, touched)
+            return _load(session, path, state, step, choice, join, verify, touched)
     except CheckpointError as error:
         error.touched = tuple(touched)
         if touched:
@@ -164,13 +169,15 @@ def latest(path: str | os.PathLike[str]) -> int | None:
 
 def _load(
     session: Session, path: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | None, choice: Choice,
-    verify: bool | str, touched: list[str],
+    join: Join | None, verify: bool | str, touched: list[str],
 ) -> Report:  # fmt: skip
     """A function of its own, so that what it made is gone before the collector is back."""
     with opened(session, path, step, state) as source:
         manifest = source.manifest
         if source.is_torchs:
             manifest = with_model_key(manifest, state, choice, session.gather)
+        if join is not None:
+            manifest = with_joined(manifest, join)
         restore = Restore(manifest, state, choice)
         files = Files(source.storage, source.folder, manifest.files, bool(verify))
         block = manifest.block_bytes

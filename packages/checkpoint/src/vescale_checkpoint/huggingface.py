@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -25,6 +25,8 @@ from .sync._sync import Session, session_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 << 30
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+Places = Mapping[str, Sequence[Place]]
 
 
 class FullTensor(NamedTuple):
@@ -46,6 +48,7 @@ def export_huggingface(
     *,
     config: Any = None,
     also: Iterable[Any] = (),
+    places: Places | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the model to a folder in HuggingFace's format, for `from_pretrained` or the hub. Call it on every rank.
@@ -55,6 +58,8 @@ def export_huggingface(
         model: its names are written unchanged, tied parameters once.
         config: any object with `save_pretrained(folder)`; by default the model's own `config`. The file names the
             model's class, as `save_pretrained` of a model does. A `generation_config` is written too.
+        places: the names under which parts of a parameter are written in its place: name -> (name of a part, the
+            indices at which it begins, its shape) each. `vescale.export_huggingface` asks transformers for them.
         also: further objects with `save_pretrained(folder)`, such as the tokenizer or a processor.
         shard_bytes: the largest size of a file, unless one tensor is larger.
 
@@ -69,6 +74,7 @@ def export_huggingface(
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor) and first.get(name, name) == name
         }
+        own = {one.name: one for name, whole in own.items() for one in _parts(whole, (places or {}).get(name))}
         tensors = _of_all_ranks(session, own)
         config = getattr(model, "config", None) if config is None else config
         parts = [part for part in (config, getattr(model, "generation_config", None), *also) if part is not None]
@@ -113,6 +119,27 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     tied = {alias: made[name] for alias, name in firsts.items() if alias not in made and name in made}
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     return {**dict.fromkeys(state), **made, **tied, **rest}
+
+
+def _parts(whole: FullTensor, places: Sequence[Place] | None) -> Iterator[FullTensor]:
+    """The tensors that are written in place of one: made once, and held until the last of them is."""
+    if places is None:
+        yield whole
+        return
+    held: list[Tensor] = []
+
+    def made(place: Place) -> Tensor:
+        if not held:
+            held.append(whole.make())
+        _, begin, shape = place
+        sizes = (*(1,) * (len(begin) - len(shape)), *shape)
+        part = held[0][tuple(slice(at, at + size) for at, size in zip(begin, sizes))].reshape(shape)
+        if place is places[-1]:
+            held.clear()
+        return part
+
+    for place in places:
+        yield FullTensor(place[0], whole.dtype, place[2], partial(made, place))
 
 
 def _of_all_ranks(session: Session, own: dict[str, FullTensor]) -> list[FullTensor]:

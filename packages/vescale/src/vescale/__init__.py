@@ -9,10 +9,8 @@ from vescale_checkpoint import PeerError as PeerError
 from vescale_checkpoint import Retention as Retention
 from vescale_checkpoint import StorageError as StorageError
 from vescale_checkpoint import UnsafeError as UnsafeError
-from vescale_checkpoint import export_huggingface as export_huggingface
 from vescale_checkpoint import whole_state_dict as whole_state_dict
 from vescale_checkpoint import latest as latest
-from vescale_checkpoint import load as load
 from vescale_checkpoint import reshard as reshard
 from vescale_checkpoint import save as save
 from vescale_dtensor import CommunicationError as CommunicationError
@@ -96,6 +94,9 @@ from .metrics import TensorBoard as TensorBoard
 from .metrics import Values as Values
 from .metrics import WandB as WandB
 from .metrics import metrics as metrics
+from .pretrained import export_huggingface as export_huggingface
+from .pretrained import from_pretrained as from_pretrained
+from .pretrained import load as load
 from .record import record as record
 from .simulate import simulate as simulate
 from .timeline import merge_timeline as merge_timeline

@@ -34,4 +34,3 @@ else:
     @wraps(_predict)
     def predict(plan: Any, model: Any, *given: Any, **more: Any) -> Prediction:
         return _predict(as_plan(plan, model), model, *given, **{"simulator": makespan, **more})
-

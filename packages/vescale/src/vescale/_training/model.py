@@ -11,6 +11,7 @@ from torch import nn
 
 import vescale
 
+from ..pretrained import folder_of
 from .config import ConfigError, Model, library
 
 
@@ -58,11 +59,9 @@ def weights_of(config: Model) -> str | None:
     """Returns the folder of the weights that a model of `build` has yet to load; None where they are its own."""
     if config.published is None or not config.weights or config.lora:
         return None
-    if os.path.isdir(config.published):
-        return config.published
-    hub = library("huggingface_hub")
+    library("huggingface_hub")
     try:
-        return hub.snapshot_download(config.published, allow_patterns=["*.safetensors", "*.json"])
+        return folder_of(config.published)
     except Exception as error:  # of the hub's, of many types
         rule = f"model.name = {config.name!r} is no folder, and the hub does not give it: {str(error).splitlines()[0]}"
         raise ConfigError(

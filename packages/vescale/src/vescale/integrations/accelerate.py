@@ -47,7 +47,7 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
 
     Raises PlanError if the accelerator was configured for another engine, or has already prepared objects.
     """
-    _check(accelerator)
+    _check(plan, accelerator)
     if not isinstance(accelerator, Planned):
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
@@ -322,7 +322,14 @@ def _folder(accelerator: Any, given: str | None) -> str:
     return str(given)
 
 
-def _check(accelerator: Accelerator) -> None:
+def _check(plan: Any, accelerator: Accelerator) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "vescale.integrations.accelerate.parallelize",
+            f"its first argument is of type {type(plan).__name__}, not a plan",
+            (),
+            [("vescale.plan_from_config(config, model)", "the plan of a ParallelismConfig or DistributedConfig")],
+        )
     used = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} & {accelerator.distributed_type.name}
     if used:
         raise PlanError(

@@ -19,6 +19,7 @@ from transformers.trainer import SCHEDULER_NAME
 from vescale_checkpoint import load, save, whole_state_dict
 from vescale_plans import Plan, PlanError
 
+from .._planning.from_config import as_plan
 from .._stages import parallelize as _parallelize
 from . import accelerate
 
@@ -37,6 +38,8 @@ def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
 
     Raises PlanError for a Trainer that has already trained, or uses DeepSpeed or FSDP.
     """
+    if trainer.model is not None:
+        plan = as_plan(plan, trainer.model)
     accelerate.parallelize(plan, trainer.accelerator)
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})

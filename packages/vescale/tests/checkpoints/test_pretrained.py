@@ -1,0 +1,100 @@
+"""vescale.from_pretrained: published weights in shards, each rank reading its own bytes, and published again."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+import vescale
+from architectures import register
+from vescale.pretrained import places_of
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_plans import library
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+
+def whole(model):
+    return {name: one.full_tensor() for name, one in model.state_dict().items()}
+
+
+def read(folder, config, out):
+    """The parameters, whole; and of each rank what it holds and read, in bytes."""
+    model, _ = vescale.from_pretrained(folder, config)
+    report = vescale.load(folder, {"model": model})
+    vescale.export_huggingface(out, model)
+    held = sum(one.to_local().nbytes for one in model.parameters() if isinstance(one, vescale.DTensor))
+    return whole(model), held, report.bytes_read, model.training
+
+
+CONFIGS = {
+    "tp 2": DistributedConfig(tp_size=2),
+    "fsdp 2": DistributedConfig(fsdp_size=2),
+    "ep 2": DistributedConfig(fsdp_size=2, ep_size=2),
+    "pp 2": DistributedConfig(pp_size=2),
+}
+
+
+@in_turns(3)
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("name", ("llama", "mixtral", "granitemoe", "bloom"))
+def test_each_rank_reads_its_own(name, case, tmp_path):
+    """mixtral's experts are published one by one, granitemoe's under other names; bloom ties its head."""
+    if case == "ep 2" and name in ("llama", "bloom"):
+        pytest.skip("no experts")
+    alone = register.build(name)
+    alone.save_pretrained(tmp_path / "published", max_shard_size="100kB")
+    assert bool(places_of(alone)) == (name in ("mixtral", "granitemoe"))
+    wanted = alone.state_dict()
+    answers = run_ranks(2, read, tmp_path / "published", CONFIGS[case], tmp_path / "out", timeout=300)
+    found = {key: value for values, *_ in answers for key, value in values.items()}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    published = {n: t for file in (tmp_path / "published").glob("*.safetensors") for n, t in load_file(file).items()}
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert exported.keys() == published.keys() and all(torch.equal(exported[n], published[n]) for n in published)
+    size = sum(one.nbytes for one in published.values())
+    assert all(not training and got <= size for _, _, got, training in answers)
+
+
+def test_no_byte_is_read_twice(tmp_path):
+    """Of tensors so large that what lies between two parts is not read along."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
+    alone = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **sizes))
+    alone.save_pretrained(tmp_path / "published")
+    answers = run_ranks(2, read, tmp_path / "published", CONFIGS["fsdp 2"], tmp_path / "out")
+    assert sum(got for _, _, got, _ in answers) <= 1.02 * sum(held for _, held, _, _ in answers)
+
+
+def variants(folder, base):
+    plan = lambda model: library.llama({"tp": 2}, sequence_parallel=False)
+    half, optimizer = vescale.from_pretrained(folder, plan, torch.optim.AdamW, dtype=torch.bfloat16)
+    narrow, _ = vescale.from_pretrained(folder, plan, config={"rms_norm_eps": 0.5})
+    said = []
+    for path in (base, f"{folder}/nothing"):
+        with pytest.raises(vescale.VescaleError) as error:
+            vescale.from_pretrained(path, plan, kind=LlamaForCausalLM)
+        said.append(str(error.value))
+    headless, _ = vescale.from_pretrained(base, plan, kind=LlamaForCausalLM, missing="keep")
+    tokens = torch.arange(8)[None]
+    half(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return whole(half), half.generation_config.max_new_tokens, narrow.config.rms_norm_eps, said, whole(headless)
+
+
+def test_dtype_configuration_and_what_is_missing(tmp_path):
+    alone = register.build("llama")
+    alone.generation_config = GenerationConfig(max_new_tokens=7)
+    alone.save_pretrained(tmp_path / "published")
+    alone.model.save_pretrained(tmp_path / "base")
+    optimizer = torch.optim.AdamW(alone.bfloat16().parameters())
+    tokens = torch.arange(8)[None]
+    alone(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    answers = run_ranks(2, variants, tmp_path / "published", tmp_path / "base")
+    for half, most, epsilon, (missing, no_folder), headless in answers:
+        assert most == 7 and epsilon == 0.5
+        for name, one in alone.state_dict().items():
+            torch.testing.assert_close(half[name], one, atol=4e-3, rtol=0)
+        assert "lm_head.weight" in missing and "gives no model" in no_folder
+        assert headless["lm_head.weight"].std() > 0
