@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from math import log
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
 from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
+
+from vescale_trace.stack import frames, module_of
 
 # -- Dispatch --
 
@@ -139,13 +141,11 @@ def compiled_as(function: Callable) -> Callable | None:
         return None
     from torch._dynamo.eval_frame import OptimizeContext
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == OptimizeContext.__module__:
+    for frame in frames():
+        if module_of(frame) == OptimizeContext.__module__:
             context = frame.f_locals.get("self")
             if isinstance(context, OptimizeContext):
                 return context(function)
-        frame = frame.f_back
     return None
 
 

@@ -5,6 +5,8 @@ numbers and checkpoints read regions. What they import is kept for the next mino
 version (`tools/checks/sibling_names.py`); to anybody else nothing here is a promise.
 """
 
+from vescale_trace.stack import user_line as user_line
+
 from ._communication.advice import ASKED as ASKED
 from ._communication.collectives import faking as faking
 from ._communication.collectives import simulated as simulated
@@ -18,7 +20,6 @@ from ._communication.events import current_module as current_module
 from ._communication.events import is_strict as is_strict
 from ._communication.events import set_cause as set_cause
 from ._communication.events import set_watch as set_watch
-from ._communication.events import user_line as user_line
 from ._communication.events import watched as watched
 from ._communication.flight_recorder import Transfers as Transfers
 from ._communication.hangs.hang import look_with as look_with

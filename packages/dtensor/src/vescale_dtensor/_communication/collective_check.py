@@ -31,6 +31,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import is_grad_enabled
 
+from vescale_trace.stack import user_line
+
 from .._errors import CommunicationError
 from . import events
 from .endings import close, described, tell_first
@@ -123,7 +125,7 @@ class Board:
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
     def _refuse(self, other: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
-        line, place = events.user_line(), self._count % _PLACES
+        line, place = user_line(), self._count % _PLACES
         operands = []
         for rank in sorted((self._rank, other)):
             text = bytes(self._memory[_text_of(rank, place)]).decode(errors="replace").strip()

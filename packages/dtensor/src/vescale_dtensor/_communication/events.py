@@ -8,17 +8,11 @@ collective can say who asked for it.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-
-_PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint", "vescale")
-_INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+from vescale_trace.stack import user_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,21 +171,3 @@ def set_watch(function: Callable | None) -> Callable | None:
     global watch
     before, watch = watch, function
     return before
-
-
-def is_users(frame: FrameType) -> bool:
-    """True if a frame runs code that is neither torch's nor ours."""
-    path = frame.f_code.co_filename
-    if path.startswith(_INTERNAL) or path.startswith("<"):
-        return False
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES
-
-
-def user_line(frame: FrameType | None = None) -> str:
-    """`file.py:12` of the innermost frame outside torch and this package, from `frame` outwards, or from the caller."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        if is_users(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.stack import user_line
+
 from .._errors import CommunicationError, InternalError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
@@ -145,7 +147,7 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
     Cost: 88 bytes from every rank of each axis over which the tensor is sharded or partial. A small sum over one axis
     travels with them, and nothing after.
     """
-    line = events.user_line()
+    line = user_line()
     what = f"{list(layout.shape)} {local.dtype} {layout.states}"
     axes = [axis for axis, state in enumerate(layout.states) if not state.is_replicated and mesh.sizes[axis] > 1]
     for axis in axes:

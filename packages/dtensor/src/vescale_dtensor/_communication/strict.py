@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.stack import user_line
 from vescale_trace.values import collect, map_tensors
 
 from .._conversions.conversion import plan
@@ -73,7 +74,7 @@ class Strict:
         if not tensors:
             return error
         names = _names(function, args, kwargs, tensors)
-        line = events.user_line()
+        line = user_line()
         fixes: dict[tuple[str, str], dict[int, Layout]] = {}
         for fix in self._fixes(function, args, kwargs, tensors):
             if len(fixes) < NAMED:

@@ -9,7 +9,6 @@ a plan with a context axis runs, and for activations alone: of places, masks and
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_trace.stack import frames
 from vescale_trace.values import tensors_in
 
 from .._communication.events import function_name
@@ -143,8 +143,8 @@ def _raise(operation: str, rule: str, layout: Layout) -> None:
 def _innermost(root: nn.Module) -> tuple[str, FrameType | None]:
     """The module of which the forward runs, the user's own, else torch's, and that forward; "" for the root."""
     names = {id(module): name for name, module in root.named_modules()}
-    frame, found, forward = sys._getframe(1), "", None
-    while frame is not None:
+    found, forward = "", None
+    for frame in frames():
         module = frame.f_locals.get("self") if frame.f_code.co_argcount else None
         name = names.get(id(module), "") if isinstance(module, nn.Module) else ""
         is_forward = frame.f_code.co_name == "forward"
@@ -152,7 +152,6 @@ def _innermost(root: nn.Module) -> tuple[str, FrameType | None]:
             return name, frame
         if name and not found:
             found, forward = name, frame if is_forward else None
-        frame = frame.f_back
     return found, forward
 
 

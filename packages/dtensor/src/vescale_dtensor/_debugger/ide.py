@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import FrameType
+
+from vescale_trace.stack import frames, module_of
 
 from .._errors import CommunicationError
 from .guard import before_collectives
@@ -40,13 +41,7 @@ def _refuse(kind: str, ranks: Sequence[int], where: str) -> None:
 
 
 def _is_evaluated() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
-        if name.startswith("_pydevd") and name not in _BENEATH:
-            return True
-        frame = frame.f_back
-    return False
+    return any(name.startswith("_pydevd") and name not in _BENEATH for name in map(module_of, frames()))
 
 
 _refuses = None

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.stack import user_line
 from vescale_trace.values import collect
 
 from .._communication import events
@@ -132,7 +133,7 @@ class _Recorder(TorchFunctionMode):
             if type(one) is DTensor and (not any(one is other for other in given) or _writes(function)):
                 name = events.function_name(function)
                 sent = tuple(self._sent[before:])
-                origin = Origin(one._layout.base, name, events.current_module(), events.user_line(), operands, sent)
+                origin = Origin(one._layout.base, name, events.current_module(), user_line(), operands, sent)
                 _note(one, origin)
         return out
 

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from vescale_trace.environment import seconds as seconds_of
+from vescale_trace.stack import PACKAGES, module_of
 
 from .._communication import events
 from .._tensor import tensor
@@ -33,7 +34,7 @@ from .session import Stop, Wire
 THINKING_SECONDS = 3600.0
 """After so long without a command all go on; VESCALE_BREAKPOINT_SECONDS says otherwise."""
 _REFUSED = ("interact", "run", "restart", "debug", "commands")
-_SKIPPED = ["torch", "torch.*", *events._PACKAGES, *(f"{name}.*" for name in events._PACKAGES)]
+_SKIPPED = ["torch", "torch.*", *PACKAGES, *(f"{name}.*" for name in PACKAGES)]
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 _MOST_LINES = 12
 
@@ -236,7 +237,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in events._PACKAGES
+    return module_of(frame).partition(".")[0] in PACKAGES
 
 
 class State:

@@ -11,10 +11,9 @@ import io
 import pdb
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
-from .._communication.events import is_users
+from vescale_trace.stack import frames, module_of, user_line
 
 _RUN_ALONE = {("vescale_pipeline._trace.dry_run", "dry_run")}
 """(module, function) under whose frames nobody stops."""
@@ -53,19 +52,11 @@ def is_unstopped() -> bool:
     if _doing is not None:
         _pass_by(_doing)
         return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _RUN_ALONE:
-            return True
-        frame = frame.f_back
-    return False
+    return any((module_of(frame), frame.f_code.co_name) in _RUN_ALONE for frame in frames())
 
 
 def _pass_by(passed: list[str]) -> None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
-        frame = frame.f_back
-    passed.append(f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a breakpoint")
+    passed.append(user_line() or "a breakpoint")
 
 
 class _Counted(io.TextIOBase):

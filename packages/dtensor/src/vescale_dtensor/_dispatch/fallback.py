@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
+from vescale_trace.stack import user_line
 from vescale_trace.values import map_tensors
 
-from .._communication.events import function_name, user_line
+from .._communication.events import function_name
 from .._conversions.convert import alias, convert_operand, describe
 from .._errors import OperatorError
 from .._layouts.layout import layout_of

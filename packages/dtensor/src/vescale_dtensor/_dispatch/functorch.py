@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from vescale_trace.stack import frames
+
 from .._errors import OperatorError
 from .._rules.registry import handler
 from .._torch_private import (
@@ -52,11 +54,9 @@ class TensorType(type(torch.Tensor)):
 
 def _check_not_wrapping() -> None:
     """Raises when it is a transform that goes through its arguments."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code not in _WRAPS:
-        frame = frame.f_back
-    if frame is not None:
-        name = _TRANSFORMS.get(frame.f_back.f_code.co_name, "functionalize")
+    around = frames()
+    if any(frame.f_code in _WRAPS for frame in around):
+        name = _TRANSFORMS.get(next(around).f_code.co_name, "functionalize")
         refuse(name, f"an argument is a DTensor, and {name} would run on this rank's shard of it alone")
 
 

@@ -7,14 +7,14 @@ node that accumulates names its parameter, and so the layout. torch's own code, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from vescale_trace.stack import frames, module_of
 
 from .._conversions.convert import alias
 from .._errors import GradientError
@@ -23,7 +23,10 @@ from .gradient import converted_gradient, layout_of_gradient
 from .tensor import DTensor, attach, local_only
 
 # Of what lies between the asking code and the answer, by name: torch hands a getter on, and modes may hear of it first.
-_ON_THE_WAY = ("__torch_function__", "dispatch", "_general", "call_entry", "ordinary_call", "__get__", "__call__")
+_ON_THE_WAY = (
+    "_asks_below", "node_of",
+    "__torch_function__", "dispatch", "_general", "call_entry", "ordinary_call", "__get__", "__call__",
+)  # fmt: skip
 # Those of torch's modules that hand a node's hooks to users.
 _FOR_USERS = ("torch.nn.modules.module",)
 
@@ -36,16 +39,18 @@ def node_of(function: Callable, args: tuple, kwargs: dict) -> Any:
     with local_only():
         node = function(tensor)
         number = tensor.output_nr
-    if node is None or _asks_below(sys._getframe(1)):
+    if node is None or _asks_below():
         return node
     return _global(node, number, layout_of_gradient(tensor))
 
 
-def _asks_below(frame: FrameType | None) -> bool:
+def _asks_below() -> bool:
     """True if torch or the engine asks, who walk over nodes and compare them."""
-    while frame is not None and frame.f_code.co_name in _ON_THE_WAY:
-        frame = frame.f_back
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    name = ""
+    for frame in frames():
+        if frame.f_code.co_name not in _ON_THE_WAY:
+            name = module_of(frame)
+            break
     top = name.partition(".")[0]
     return (top == "torch" or top.startswith("vescale")) and name not in _FOR_USERS
 

@@ -8,7 +8,6 @@ of them, and is run as the other kind instead.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from weakref import WeakKeyDictionary
@@ -16,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch.utils.checkpoint
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
+
+from vescale_trace.stack import frames
 
 from .._errors import PipelineError
 from .event import Event
@@ -26,12 +27,13 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 def who_calls() -> tuple[str | None, FrameType | None]:
     """The innermost autograd Function that this dry run is in, by name, and the call of the outermost checkpoint."""
-    frame, function, checkpointed = sys._getframe(1), None, None
-    while frame is not None and frame.f_code.co_name != "dry_run":
+    function = checkpointed = None
+    for frame in frames():
+        if frame.f_code.co_name == "dry_run":
+            break
         function = function or _function_of(frame.f_code)
         if frame.f_code is _CHECKPOINT:
             checkpointed = frame
-        frame = frame.f_back
     return function, checkpointed
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from ..events import is_users
+from vescale_trace.stack import frames, is_users, module_of
 
 _MOVING = 1e-2
 """The share of a processor from which on a thread moves, in a loop perhaps, though found at one line each time."""
@@ -42,16 +42,17 @@ def seen(thread: int | None) -> Seen:
     lines: list[str] = []
     libraries: list[str] = []
     call = busy = ""
-    while frame is not None and len(lines) < _MOST_LINES:
-        code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        if is_users(frame):
+    for one in () if frame is None else frames(frame):
+        code, module = one.f_code, module_of(one)
+        if len(lines) == _MOST_LINES:
+            break
+        if is_users(one):
             found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
-            found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+            found.append(f"{code.co_filename}:{one.f_lineno} in {code.co_name}")
         elif not lines:
             if not call and module.startswith("torch.distributed."):
                 call = code.co_name
             busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
-        frame = frame.f_back
     return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
 
 

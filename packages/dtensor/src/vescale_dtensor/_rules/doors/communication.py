@@ -9,10 +9,10 @@ the caller knows. Functional collectives, in which autograd takes part, are refu
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 from torch.overrides import handle_torch_function
 
+from vescale_trace.stack import frames, module_of, user_line
 from vescale_trace.values import collect
 
 from ..._communication.endings import close
-from ..._communication.events import function_name, user_line
+from ..._communication.events import function_name
 from ..._conversions.convert import describe
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only
@@ -118,12 +119,11 @@ def parts(function: Callable, args: tuple, kwargs: dict) -> None:
 @handler(Tensor.is_complex, torch.is_complex)
 def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
     """Answers torch's collectives for the tensors in their lists, which do not come to `__torch_function__`."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("vescale_dtensor"):
-        frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__") == distributed_c10d.__name__:
+    around = (frame for frame in frames() if not module_of(frame).startswith("vescale_"))
+    frame = next(around, None)
+    if frame is not None and module_of(frame) == distributed_c10d.__name__:
         name = frame.f_code.co_name  # a comprehension is a frame of its own
-        refuse(frame.f_back.f_code.co_name if name.startswith("<") else name, [args[0]])
+        refuse(next(around).f_code.co_name if name.startswith("<") else name, [args[0]])
     with local_only():
         return function(*args)
 
@@ -176,7 +176,7 @@ def _check_list(tensors: Any, name: str) -> None:
     _check_tensor_list(tensors, name)
     found = [tensor for tensor in tensors if type(tensor) is DTensor]
     if found:
-        refuse(sys._getframe(1).f_code.co_name, found)
+        refuse(list(islice(frames(), 2))[1].f_code.co_name, found)
 
 
 replace_check_tensor_list(_check_list)
@@ -210,26 +210,17 @@ _FROM_ONE = ("scatter", "broadcast_object_list", "scatter_object_list")
 def leave_nobody_waiting() -> None:
     """Called before an error is raised: where torch sends from this rank alone what only this rank has looked at, the
     others of the group wait for it. They get an error, too: the group's connections end."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == distributed_c10d.__name__ and frame.f_code.co_name in _FROM_ONE:
+    for frame in frames():
+        if module_of(frame) == distributed_c10d.__name__ and frame.f_code.co_name in _FROM_ONE:
             if type(frame.f_locals.get("tensor")) is not DTensor:  # else they have DTensors as well, and raise
                 close(frame.f_locals.get("group"))
             return
-        frame = frame.f_back
 
 
 def _is_functional() -> bool:
     """True if torch's autograd-aware collectives call: their backward would communicate once more."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(_FUNCTIONAL):
-            return True
-        if not module.startswith(("torch.", "vescale_dtensor.")):
-            return False
-        frame = frame.f_back
-    return False
+    within = takewhile(lambda name: name.startswith(("torch.", "vescale_")), map(module_of, frames()))
+    return any(name.startswith(_FUNCTIONAL) for name in within)
 
 
 def refuse(name: str, tensors: list[Tensor], more: str = "") -> None:

@@ -12,10 +12,12 @@ one device does not.
 
 from __future__ import annotations
 
-import sys
+from itertools import islice
 from math import prod
 
 import torch.nn.functional as F
+
+from vescale_trace.stack import frames
 
 from ..._dispatch.signature import Signature, solve
 from ..._errors import OperatorError
@@ -131,12 +133,8 @@ def _weight_seen(run):
     code = F.l1_loss.__code__
 
     def checked(*args, **kwargs):
-        frame = sys._getframe(1)
-        for _ in range(8):
-            if frame is None or frame.f_code is code:
-                break
-            frame = frame.f_back
-        if frame is not None and frame.f_code is code and frame.f_locals.get("weight") is not None:
+        frame = next((one for one in islice(frames(), 10) if one.f_code is code), None)
+        if frame is not None and frame.f_locals.get("weight") is not None:
             raise OperatorError(
                 "l1_loss",
                 "torch does not pass its weight to a tensor subclass, so it would be ignored",

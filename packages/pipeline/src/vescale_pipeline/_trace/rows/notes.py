@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.stack import frames, is_users, user_line
 from vescale_trace.values import leaves, map_tensors, tensors_in
 
 from ..._torch_private import _is_torch_function_enabled
@@ -93,7 +93,7 @@ class Notes(TorchFunctionMode):
             is_written = name in _WRITES or name.endswith("_") and not name.endswith("__")
             target = given[0][0] if is_written and given[0] else given[1].get("out")
             written = target if isinstance(target, Ref) else None
-            self.notes.append(Note(function, name.strip("_"), *given, outs, _line(), written))
+            self.notes.append(Note(function, name.strip("_"), *given, outs, user_line(), written))
         return out
 
     def number_of(self, tensor: Tensor) -> int:
@@ -127,16 +127,5 @@ def refs_in(note: Note) -> list[Ref]:
 
 
 def _is_written_down() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0].startswith(("torch", "vescale")):
-        if frame.f_code.co_name in _TEXT:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _line() -> str:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0].startswith(("torch", "vescale")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    within = takewhile(lambda frame: not is_users(frame), frames())
+    return any(frame.f_code.co_name in _TEXT for frame in within)
