@@ -88,6 +88,11 @@ class JSONLines:
         self.path = Path(path)
         self._file: Any = None
 
+    def last(self) -> int | None:
+        """Returns the last step in the file; None without one."""
+        steps = [_step_of(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        return max((int(step) for step in steps if step < math.inf), default=None)
+
     def write(self, step: Step) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ class Optimizer(Section):
 class Planning(Section):
     """How it is spread over the ranks."""
 
-    file: str | None = Field(None, description="A plan as JSON (vescale plan --json); without one it is generated.")
+    file: str | None = Field(None, description="A plan as JSON, {ranks} in it is their number; else it is generated.")
     pin: dict[str, Any] = Field({}, description="Settings that a generated plan has, such as tp = 2.")
     hardware: str = Field("auto", description="Profile that a generated plan is for.")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of a generated plan's products.")

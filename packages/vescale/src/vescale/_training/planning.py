@@ -29,7 +29,7 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
     given, training = config.plan, config.training
     if given.file is not None:
         try:
-            return vescale.Plan.from_json(Path(given.file).read_text())
+            return vescale.Plan.from_json(Path(given.file.replace("{ranks}", str(ranks))).read_text())
         except OSError as error:
             rule = f"plan.file = {given.file!r} cannot be read: {error}"
             raise ConfigError("vescale train", rule, (), [("vescale plan ... --json plan.json", "")]) from error

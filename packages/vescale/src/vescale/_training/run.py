@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -90,7 +91,7 @@ class _Run:
     def to_the_end(self) -> bool:
         config, steps = self.config, self.config.training.steps
         begun = self.state["step"]
-        say(f"step {begun} of {steps} in {self.folder}" + (", from its checkpoint" if self.latest is not None else ""))
+        say(f"step {begun} of {steps} in {self.folder}" + ("" if self.latest is None else self.came_back()))
         with Stop(self.folder) as stop, self.meter() as meter:
             batches = self.batches()
             while self.state["step"] < steps and not stop.is_asked:
@@ -110,6 +111,16 @@ class _Run:
             vescale.export_huggingface(config.checkpoint.export, self.model, also=also)
             say(f"exported to {config.checkpoint.export}")
         return self.state["step"] == steps
+
+    def came_back(self) -> str:
+        """Returns what of a run that goes on was lost, on which ranks it does, and how long it stood."""
+        told = vescale.JSONLines(self.folder / "metrics.jsonl")
+        found, step, last = ", from its checkpoint", self.state["step"], told.last()
+        if last is not None and last > step:
+            found += f"; steps {step + 1} to {last} are computed again"
+        mesh = " x ".join(f"{name} {size}" for name, size in self.state["plan"].mesh.items())
+        stood = "" if last is None else f", {time.time() - told.path.stat().st_mtime:.0f} s after the last step"
+        return f"{found}; on {mesh}{stood}"
 
     def step(self, batches: Iterator[dict[str, Tensor]]) -> Tensor:
         """One step of the optimizer. Returns its loss: the mean over the tokens that count."""

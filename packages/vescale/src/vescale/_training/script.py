@@ -85,7 +85,8 @@ def _planned(config: Config) -> Iterator[str]:
     """The plan, the parallel model and its optimizer."""
     training, optimizer, plan = config.training, config.optimizer, config.plan
     if plan.file is not None:
-        yield f"plan = vescale.Plan.from_json(open({plan.file!r}).read())"
+        yield f"file = {plan.file!r}.replace('{{ranks}}', os.environ.get('WORLD_SIZE', '1'))"
+        yield "plan = vescale.Plan.from_json(open(file).read())"
     else:
         rows = "ROWS" if training.accumulate == 1 else f"ROWS // {training.accumulate}"
         precision = "" if plan.precision == "float32" else f", precision=vescale.Precision(torch.{plan.precision})"
