@@ -13,7 +13,7 @@ from .._apply.blocks import blocks_of
 from .._plan.parts import PlanError
 from .code import Code
 from .front import Captured, CompileWarning
-from .steps import Steps, exchanges
+from .steps import Steps, has_step
 
 _SPLIT = "its pipeline's schedule computes gradients of inputs and of weights apart, which one graph computes as one"
 
@@ -76,11 +76,16 @@ class Regions:
         found = [
             part
             for child, inside in module.named_children()
-            if next(inside.children(), None) is not None and not exchanges(inside)
+            if next(inside.children(), None) is not None and not _exchanges(inside)
             for part in self._without_steps(f"{name}.{child}" if name else child, inside)
         ]
-        self._between += [refused] if found and any(map(exchanges, module.modules())) else []
+        self._between += [refused] if found and any(map(_exchanges, module.modules())) else []
         return found
+
+
+def _exchanges(module: nn.Module) -> bool:
+    """True if a module is called with rows of other ranks, whose number depends on values."""
+    return has_step(module, "experts", "list")
 
 
 def _is_split(model: nn.Module) -> bool:

@@ -38,7 +38,7 @@ from .mode import watcher
 from .refusals import Refused
 from .shards import Shards
 from .stand_ins import StandIns, placeholder
-from .steps import Steps
+from .steps import Steps, has_step
 
 
 class CompileWarning(UserWarning):
@@ -60,10 +60,7 @@ class Captured(Alone):
         self.module, self.backend, self.mesh = module, backend, mesh
         self.own = module.__dict__.get("forward")
         self.code, self.steps = code, steps
-        steps_of_calls = getattr(module.__dict__.get("_call_impl"), "order", None)
-        self._is_checkpointed = steps_of_calls is not None and any(
-            one.name == "checkpoint" for one in steps_of_calls.steps
-        )
+        self._is_checkpointed = has_step(module, "checkpoint")
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
         self.same: Shards | None = None

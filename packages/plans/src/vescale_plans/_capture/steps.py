@@ -22,7 +22,6 @@ _CALL = "_call_impl"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONVERT = frozenset({"boundary", "arguments", "sharing"})
 """Phases that convert and remember conversions: a graph of shards does as they do. Others look at calls."""
-_EXCHANGE = frozenset({"experts", "list"})
 
 _library = torch.library.Library("vescale", "FRAGMENT")
 _library.define("step(Tensor(a) given, str what, str module) -> Tensor(a)")
@@ -106,10 +105,10 @@ class Steps:
         return given
 
 
-def exchanges(module: nn.Module) -> bool:
-    """True if a module is called with rows of other ranks, whose number depends on values."""
+def has_step(module: nn.Module, *names: str) -> bool:
+    """True if calls of a module have a step of one of these names."""
     call = module.__dict__.get(_CALL)
-    return isinstance(call, Call) and any(step.name in _EXCHANGE for step in call.order.steps)
+    return isinstance(call, Call) and any(step.name in names for step in call.order.steps)
 
 
 def _marked(name: str, module: nn.Module) -> dict[str, Any]:
