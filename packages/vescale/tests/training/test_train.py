@@ -218,3 +218,20 @@ def test_the_script_is_short_and_computes_the_same(config, tmp_path):
     assert run_ranks(1, trained, config, f'checkpoint.folder="{tmp_path}/one"', "evaluation.every=0") == [True]
     assert len(done.stdout.splitlines()) == 12
     assert run_ranks(1, same_weights, tmp_path / "own", tmp_path / "one", config) == [True]
+
+
+def exported(path: Path, folder: Path) -> list[str]:
+    short = ("training.steps=2", f'checkpoint.folder="{folder}/short"', f'checkpoint.export="{folder}/out"')
+    assert trained(path, *short)
+    found = [one.name for one in sorted((folder / "out").iterdir())]
+    (folder / "out").rename(folder / "first")  # as if it had been killed between its last save and the export
+    assert trained(path, *short) and (folder / "out").is_dir()
+    with pytest.raises(ConfigError, match="exists, and an export replaces nothing"):
+        trained(path, *short, f'checkpoint.folder="{folder}/other"')
+    assert not (folder / "other" / "metrics.jsonl").exists()  # nothing was trained
+    return found
+
+
+def test_a_folder_of_the_export_is_asked_for_first_and_written_if_a_run_was_killed_before(config, tmp_path):
+    (found,) = run_ranks(1, exported, config, tmp_path)
+    assert "model.safetensors" in found and "config.json" in found

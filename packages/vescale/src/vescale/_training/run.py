@@ -66,6 +66,11 @@ class _Run:
             vescale.load(self.folder, self.state, step=self.latest)
         elif (weights := weights_of(config.model)) is not None:
             vescale.load(weights, {"model": self.model})
+        export = config.checkpoint.export
+        self.exports = export is not None and not os.path.exists(export)
+        if export is not None and not self.exports and self.state["step"] < training.steps:
+            rule = f"checkpoint.export = {export!r} exists, and an export replaces nothing"
+            raise ConfigError("vescale train", rule, (), [("export = ...", "a new folder"), (f"rm -r {export}", "")])
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         config = self.config.optimizer
@@ -106,7 +111,7 @@ class _Run:
             if stop.is_asked and self.state["step"] % config.checkpoint.every and self.state["step"] != steps:
                 self.save()
                 stop.tell_time()
-        if self.state["step"] == steps and config.checkpoint.export is not None and begun < steps:
+        if self.state["step"] == steps and self.exports:
             also = [self.tokenizer] if hasattr(self.tokenizer, "save_pretrained") else []
             vescale.export_huggingface(config.checkpoint.export, self.model, also=also)
             say(f"exported to {config.checkpoint.export}")
