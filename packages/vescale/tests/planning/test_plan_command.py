@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import vescale
 from vescale import Plan, PlanError
 from vescale.cli import app, main
 from vescale_dtensor.testing import in_turns
@@ -92,7 +93,7 @@ def test_the_dtype_is_the_configurations_and_the_choice_is_run_dry(tmp_path):
     shown = " ".join(run(*asked, "--html", page, "--json", written).split())
     assert "in bfloat16, for the least time" in shown
     assert "as the configuration says" in shown
-    assert "in a dry run" in shown and "below the limit" in shown
+    assert "in a dry run, by formula" in shown and "by predict" in shown
     assert "in bfloat16, for the least time" in page.read_text()
     assert Plan.from_json(written.read_text()).precision.compute == torch.bfloat16
     wide = " ".join(run(*asked, "--precision", "float32", "--no-verify").split())
@@ -259,3 +260,36 @@ def test_what_the_command_advises_are_options_of_it_and_help(tmp_path, changed):
         mended = planned(helped)
         assert mended.exit_code == 0 or str(mended.exception) != str(refused), (remedy, mended.exception)
         assert mended.exit_code == 0 or mended.exception.rule != refused.rule, (remedy, mended.exception)
+
+
+def test_what_a_run_takes_is_the_apis(tmp_path, monkeypatch):
+    """One memory and one time, days, device hours and money, the same by the command and in Python, in 80 columns."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setenv("COLUMNS", "80")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=128, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--world-size", 4, "--batch", 8, "--seq", 16, "--hardware", "h100", "--forbid", "pp")
+    lines = run(*asked, "--tokens", "1e9", "--price", "2.5").splitlines()
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    plan = vescale.generate_plan(
+        LlamaForCausalLM(config), world_size=4, batch=8, seq=16, hardware="h100", forbid=("pp",), verify=batch
+    )
+    why = plan.explain()
+    dry = vescale.dry_run(plan, LlamaForCausalLM(config), batch)
+    found = vescale.predict(plan, LlamaForCausalLM(config), batch, "h100")
+    assert (why.peak, why.seconds) == (dry.peak, found.seconds) == (found.peak, found.seconds)
+    runs = why.runs(1e9, 2.5)
+    first = runs[0]
+    assert first.steps == 7812500 and first.device_hours == pytest.approx(4 * 24 * first.days)
+    assert first.days == pytest.approx(why.chosen.cost.total * first.steps / 86400)
+    assert first.cost == 2.5 * first.device_hours and len(runs) == len(why.ranked)
+    row = next(line for line in lines if f"{first.device_hours:,.0f} " in line and f"{first.cost:,.0f}" in line)
+    assert f"{first.days:,.4g}" in row
+    text = "\n".join(lines)
+    assert all(len(line) <= 80 for line in lines) and "by predict" in text
+    for bad in (["--price", "2"], ["--tokens", "0"], ["--tokens", "nan"]):
+        with pytest.raises(PlanError, match="--tokens"):
+            raise RUN.invoke(app, ["plan", *map(str, (*asked, *bad))]).exception

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from .._plan.table import amount
@@ -49,13 +49,41 @@ def operations(request: Request) -> float:
     return 6 * rows * (per_position + 2 * request.seq * meeting)
 
 
-def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
-    """(what, how much) of the choice."""
+@dataclass(frozen=True)
+class Run:
+    """What training on so many positions takes.
+
+    Arguments:
+        candidate: what is trained by.
+        steps, days, device_hours: of the whole run, by formula.
+        cost: by the price of a device hour, in its currency; None without a price.
+    """
+
+    candidate: Candidate
+    steps: int
+    days: float
+    device_hours: float
+    cost: float | None
+
+
+def run_of(request: Request, one: Estimate, positions: float, price: float | None = None) -> Run:
+    """Returns what a run of an estimate takes."""
+    steps = ceil(positions / (request.batch * request.seq))
+    hours = one.cost.total * steps / 3600
+    devices = hours * request.world_size
+    return Run(one.candidate, steps, hours / 24, devices, None if price is None else price * devices)
+
+
+def facts(
+    request: Request, chosen: Estimate, peak: int | None = None, priced: float | None = None
+) -> Iterator[tuple[str, str]]:
+    """(what, how much) of the choice; `peak` and `priced` are bytes and seconds of its dry run."""
     total, ranks, positions = chosen.cost.total, request.world_size, request.batch * request.seq
     hardware = request.hardware.joining(ranks)
     half, most = BAND
     yield "computes in", str(request.dtype).removeprefix("torch.")
-    yield "a step", f"{seconds(total)}; {seconds(total * (1 - most))} to {seconds(total * (1 + most))} is the band"
+    dry = "" if priced is None else f"; {seconds(priced)} by predict, {priced / total - 1:+.0%}, operator by operator"
+    yield "a step", f"{seconds(total)}; {seconds(total * (1 - most))} to {seconds(total * (1 + most))} is the band{dry}"
     yield "the band", (
         f"{most:.0%} either way: nine of ten of 399 published runs were within it before they had been seen, half "
         f"within {half:.0%}"
@@ -65,7 +93,13 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
         done = operations(request) / total / ranks
         of = f", {done / hardware.peak:.1%} of the data sheet's peak (MFU)" if hardware.peak else ""
         yield "model operations", f"{number(done)} a second and rank{of}, nothing computed again counted"
-    yield "memory", headroom(request, chosen.memory.total)
+    if peak is None:
+        yield "memory", headroom(request, chosen.memory.total)
+    else:
+        short = f"{amount(chosen.memory.total)}, {chosen.memory.total / peak - 1:+.0%}"
+        yield "memory", f"{headroom(request, peak)}; in a dry run, by formula {short}"
+    hour = 3600 * positions / total if total > 0 else 0.0
+    yield "device hours", f"{ranks * 1e9 / hour:,.4g} for 1B positions" if hour else "none"
     yield from places(request, chosen.candidate)
     yield "schedule", schedule(chosen)
     if chosen.candidate.offload and hardware.host_link is not None:

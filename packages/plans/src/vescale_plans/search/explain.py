@@ -102,13 +102,15 @@ class Explanation(Weighed):
     def _tables(self) -> Iterator[Table]:
         from rich.table import Table
 
-        table = Table(title="the choice, and the next best", title_justify="left")
+        table = Table(title="the choice, and the next best, by formula", title_justify="left")
         for name in ("", "plan", "s/step", "GiB", "what binds", "loses"):
             justify = "right" if name in ("s/step", "GiB") else "left"
-            table.add_column(name, justify=justify, overflow="fold")  # no setting is cut off
+            most = 12 if name in ("what binds", "loses") else None  # so that plans have 25 of 80
+            table.add_column(name, justify=justify, overflow="fold", max_width=most)  # no setting is cut off
         for place, one in enumerate(self.ranked):
             seconds, size = f"{one.cost.total:.4g}", _gib(one.memory.total, 2)
-            table.add_row(str(place + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
+            plan = str(one.candidate).replace("+", "+ ").replace("checkpointing=", "checkpointing= ")  # parted there
+            table.add_row(str(place + 1), plan, seconds, size, self.binds(one), self.loses(one))
         yield table
         table = Table(title="where the choice spends time and memory", title_justify="left")
         for name in ("s/step", "", "GiB", ""):

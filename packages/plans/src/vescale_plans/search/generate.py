@@ -181,10 +181,10 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
             plan = plan_of(structure, one, overrides=request.get("overrides")).override(precision=precision)
             if request.get("overrides"):
                 plan.validate(model)
-            peak = None if request.get("verify") is None else _peak(plan, model, request, runner)
+            peak, priced = _dry(plan, model, request, runner) if request.get("verify") is not None else (None, None)
             if peak is None or peak <= wanted.limit:
                 chosen = [one, *(other for other in best if other is not one)]
-                explained = Explanation(wanted, tuple(chosen), tuple(demoted.items()), peak)
+                explained = Explanation(wanted, tuple(chosen), tuple(demoted.items()), peak, priced)
                 object.__setattr__(plan, "_explanation", explained)
                 return plan
             demoted[one.candidate] = peak
@@ -202,17 +202,24 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: (counts[dtype], dtype.itemsize), default=torch.float32)
 
 
-def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runner | None) -> int | None:
-    """Bytes of a rank at the worst moment of a dry run; None for a pipeline without a `runner`."""
+def _dry(
+    plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runner | None
+) -> tuple[int | None, float | None]:
+    """Bytes of a rank at the worst moment of a dry run, None for a pipeline without a `runner`; and seconds of the
+    step, None for any pipeline."""
     from ..dry_run import dry_run
 
-    backend = hardware_of(request.get("hardware", "auto")).backend
-    run = partial(runner or dry_run, loss_fn=request.get("loss_fn"), backend=backend)
+    hardware = hardware_of(request.get("hardware", "auto"))
+    run = partial(runner or dry_run, loss_fn=request.get("loss_fn"), backend=hardware.backend)
     optimizer, batch = request.get("optimizer_fn") or torch.optim.AdamW, request["verify"]
     if plan.pipeline is None:
-        return run(plan, model, batch, optimizer).peak
-    if runner is None:
-        return None
+        dry = run(plan, model, batch, optimizer)
+        return dry.peak, dry.timeline.seconds(hardware).total
+    return (None if runner is None else _peak_of_stages(plan, model, batch, optimizer, run)), None
+
+
+def _peak_of_stages(plan: Plan, model: nn.Module, batch: Any, optimizer: Any, run: Runner) -> int:
+    """Bytes of the fullest rank of a pipeline."""
     asked, ranks, lap = plan.pipeline.microbatches, plan.mesh[plan.pipeline.axis], 1
     enough = ranks + 2
     if plan.pipeline.virtual > 1:  # what is in flight repeats itself with every `ranks`, see `moments`

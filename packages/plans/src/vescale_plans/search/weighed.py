@@ -8,7 +8,7 @@ from functools import cached_property
 
 from .._plan.table import amount
 from .candidates import Candidate
-from .decision import facts, number
+from .decision import Run, facts, number, run_of
 from .pricer import Estimate, Pricer, Request
 
 FULL = 0.9
@@ -34,12 +34,22 @@ class Weighed:
         ranked: the choice, and the next best.
         demoted: what was faster by formula, and took so many bytes in a dry run.
         peak: bytes of the choice in a dry run, where one was asked for.
+        seconds: of a step of that dry run, as `predict` prices it; None for a pipeline.
     """
 
     request: Request
     ranked: Sequence[Estimate]
     demoted: Sequence[tuple[Candidate, int]] = ()
     peak: int | None = None
+    seconds: float | None = None
+
+    def runs(self, positions: float, price: float | None = None) -> tuple[Run, ...]:
+        """Returns what training on so many positions takes, by the choice and by the next best.
+
+        Arguments:
+            price: of a device hour, in any currency.
+        """
+        return tuple(run_of(self.request, one, positions, price) for one in self.ranked)
 
     @property
     def chosen(self) -> Estimate:
@@ -90,18 +100,14 @@ class Weighed:
         """The request and the choice, in a few lines."""
         asked, best = self.request, self.chosen
         fit = sum(one.fits for one in self.priced)
-        dry = [] if self.peak is None else [self._headroom(self.peak, "in a dry run")]
-        dry += [f"demoted: {one}, {amount(size)} in a dry run" for one, size in self.demoted]
+        dry = [f"demoted: {one}, {amount(size)} in a dry run" for one, size in self.demoted]
         return [
             f"{number(asked.structure.parameters)} parameters on {asked.world_size} x {asked.hardware.name}, "
             f"{asked.batch} rows of {asked.seq} positions in {str(asked.dtype).removeprefix('torch.')}, "
             f"for the least {asked.objective}",
             f"chosen: {best.candidate}",
-            *(f"{name}: {value}" for name, value in facts(asked, best)),
+            *(f"{name}: {value}" for name, value in facts(asked, best, self.peak, self.seconds)),
             f"binds: {self.binds(best)}",
             f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
             *dry,
         ]
-
-    def _headroom(self, peak: int, where: str) -> str:
-        return f"{where} {amount(peak)} at the peak, {amount(self.request.limit - peak)} below the limit"

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from vescale_dtensor import VescaleError
@@ -48,6 +49,8 @@ def plan(
     ] = False,
     pin: Annotated[list[str] | None, typer.Option(help="A setting to fix: tp=8, inside=mlp; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train on, such as 1e12: says days and hours.")] = None,
+    price: Annotated[float | None, typer.Option(help="Of a device hour, in any currency, for --tokens.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan, for Plan.from_json.")] = None,
 ) -> None:
@@ -64,6 +67,12 @@ def plan(
         if path is not None and not path.parent.is_dir():
             remedies = [(f"mkdir -p {path.parent}", "makes it")]
             raise PlanError("vescale plan", f"{option} {path}: there is no folder {path.parent}", (), remedies)
+    for option, value in (("--tokens", tokens), ("--price", price)):
+        if value is not None and not (isfinite(value) and value > 0):
+            raise PlanError("vescale plan", f"{option} {value:g} is no positive number", (), [(f"{option} 2.5", "")])
+    if price is not None and tokens is None:
+        remedies = [("--tokens 1e12", "how long it is")]
+        raise PlanError("vescale plan", "--price is of device hours of a run", (), remedies)
     if memory is not None and not isfinite(memory):
         raise PlanError("vescale plan", f"--memory {memory:g} is no number of GiB", (), [("--memory 80", "")])
     built, sample = _build(model)
@@ -97,6 +106,8 @@ def plan(
     )
     console = Console()
     console.print(made.explain())
+    if tokens is not None:
+        console.print(_costs(made, tokens, price))
     for note in notes:
         console.print(note, highlight=False, markup=False)
     console.print(str(made), highlight=False, soft_wrap=True, markup=False)
@@ -119,6 +130,20 @@ def _generated(model: nn.Module, notes: list[str], **asked: Any) -> Plan:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         notes.append(f"memory is by formula alone: the model does not run dry ({why})")
         return _generated(model, notes, **asked)
+
+
+def _costs(made: Plan, tokens: float, price: float | None) -> Table:
+    """What the choice and the next best take for so many tokens."""
+    first, *_ = runs = made.explain().runs(tokens, price)
+    title = f"{tokens:,.4g} tokens, {first.steps:,} steps, by formula"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "days", "device hours", *(["cost"] if price is not None else []), "more"):
+        table.add_column(name, justify="right")
+    for place, one in enumerate(runs):
+        cost = [] if one.cost is None else [f"{one.cost:,.0f}"]
+        more = "" if one is first else f"{one.days / first.days - 1:+.1%}"
+        table.add_row(str(place + 1), f"{one.days:,.4g}", f"{one.device_hours:,.0f}", *cost, more)
+    return table
 
 
 def _nodes(hardware: str, node: int) -> Hardware:
