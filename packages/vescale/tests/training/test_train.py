@@ -221,7 +221,7 @@ def test_the_script_is_short_and_computes_the_same(config, tmp_path):
 
 
 def exported(path: Path, folder: Path) -> list[str]:
-    short = ("training.steps=2", f'checkpoint.folder="{folder}/short"', f'checkpoint.export="{folder}/out"')
+    short = ("training.steps=3", f'checkpoint.folder="{folder}/short"', f'checkpoint.export="{folder}/out"')
     assert trained(path, *short)
     found = [one.name for one in sorted((folder / "out").iterdir())]
     (folder / "out").rename(folder / "first")  # as if it had been killed between its last save and the export
