@@ -112,7 +112,7 @@ def test_the_curve_is_one_devices_to_the_bit_through_stops_and_other_meshes(conf
     assert run_ranks(2, stopped, config, 5, many) == [False, False]
     assert 5 < vescale.latest(tmp_path / "many") < 8 and not (tmp_path / "many" / "STOP").exists()
     assert run_ranks(1, stopped, config, 9, many) == [False]
-    assert run_ranks(4, trained, config, many, "plan.pin={tp=2, pp=1}") == [True] * 4
+    assert run_ranks(4, trained, config, many, "plan.pin={tp=2}") == [True] * 4
     assert losses(tmp_path / "many") == one
 
 

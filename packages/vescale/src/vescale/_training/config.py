@@ -105,8 +105,13 @@ class Planning(Section):
     precision: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of a generated plan's products.")
     mode: Literal["eager", "compile"] = Field("eager", description="See parallelize.")
     reproducible: bool = Field(
-        False, description="One device's results to the bit; a pipeline's are of accumulating its microbatches."
+        False, description="One device's results to the bit: without a pipeline, and microbatches, unless pinned."
     )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a generated plan has."""
+        return {"pp": 1, "microbatches": 1, **self.pin} if self.reproducible else self.pin
 
 
 class Checkpoint(Section):

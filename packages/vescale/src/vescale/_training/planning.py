@@ -39,7 +39,7 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
     sample = {"sample": {"input_ids": token, "labels": token}} if config.model.lora else {}  # peft's forward names none
     return vescale.generate_plan(
         model, world_size=ranks, batch=training.batch // training.accumulate, seq=config.data.length,
-        hardware=given.hardware, pin=given.pin, **precision, **sample,
+        hardware=given.hardware, pin=given.settings, **precision, **sample,
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def _planned(config: Config) -> Iterator[str]:
     else:
         rows = "ROWS" if training.accumulate == 1 else f"ROWS // {training.accumulate}"
         precision = "" if plan.precision == "float32" else f", precision=vescale.Precision(torch.{plan.precision})"
-        yield f"asked = {{'batch': {rows}, 'seq': LENGTH, 'pin': {plan.pin!r}, 'hardware': {plan.hardware!r}}}"
+        yield f"asked = {{'batch': {rows}, 'seq': LENGTH, 'pin': {plan.settings!r}, 'hardware': {plan.hardware!r}}}"
         yield "asked['world_size'] = int(os.environ.get('WORLD_SIZE', 1))"
         yield f"plan = vescale.generate_plan(model, **asked{precision})"
     if training.accumulate > 1:
