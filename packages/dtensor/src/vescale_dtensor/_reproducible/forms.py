@@ -23,6 +23,7 @@ from .._dispatch.signature import Signature
 from .._rules.products import matmul as products
 from .._rules.reductions import reduce
 from .._rules.registry import Call, Decision
+from .._rules.solvers.parts import dims_and_keepdim
 from .call import Solved, expanded, solved
 from .functions.position import independent_form, independent_run, is_position_dependent_list, padded
 from .functions.product import Labels, Product
@@ -202,7 +203,7 @@ def of_lists(call: Call, ordinary: Callable) -> Decision:
 
 
 def _reduction(call: Call, mean: bool) -> Decision | None:
-    arguments = reduce._arguments(call)
+    arguments = dims_and_keepdim(call)
     if arguments is None or not call.operands[0].layout.numel:
         return None
     dims, keepdim = arguments

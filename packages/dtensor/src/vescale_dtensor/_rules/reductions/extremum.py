@@ -20,19 +20,17 @@ from torch.autograd import Function
 
 from ..._tensor.tensor import DTensor
 from ..elements.pointwise import elementwise
-from ..registry import Call, decomposed, rule
+from ..registry import Call, rule
 from ..solvers.parts import (
     argument,
     attached,
-    dims_of,
-    only_split,
+    dims_and_keepdim,
     plain,
     positions,
     reduced,
     reduced_layout,
-    reduction,
+    reducing,
     rows,
-    source_of,
     splits,
 )  # fmt: skip
 
@@ -163,10 +161,7 @@ def first_of_all(x: DTensor, keepdim: bool, side: Side, function) -> DTensor:
 
 def _arguments(call: Call):
     """(dims, keepdim) of f(input, dim, keepdim), or None; also where there is no element to choose from."""
-    if len(call.operands) != 1 or not call.operands[0].layout.numel:
-        return None
-    dims = dims_of(argument(call, 1, "dim", other="axis"), call.operands[0].ndim)
-    return None if dims is None else (dims, bool(argument(call, 2, "keepdim", False, other="keepdims")))
+    return dims_and_keepdim(call) if call.operands and call.operands[0].layout.numel else None
 
 
 @rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
@@ -174,11 +169,8 @@ def shared_extremum(call: Call):
     found = _arguments(call)
     if found is None:
         return None
-    dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim)
     side = side_of(call)
-    return decomposed(lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, keepdim, side, call.function))
+    return reducing(call, *found, lambda x: extremum(x, *found, side, call.function))
 
 
 @rule(torch.aminmax, Tensor.aminmax)
@@ -187,16 +179,12 @@ def aminmax(call: Call):
     found = _arguments(call)
     if found is None:
         return None
-    dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim, outputs=2)
 
-    def run(*args, **kwargs):
-        x = reduced(source_of(args, kwargs), call.function)
-        pair = [extremum(x, dims, keepdim, side, call.function) for side in (SMALLEST, LARGEST)]
-        return torch.return_types.aminmax(pair)
+    def run(x: DTensor):
+        x = reduced(x, call.function)
+        return torch.return_types.aminmax([extremum(x, *found, side, call.function) for side in (SMALLEST, LARGEST)])
 
-    return decomposed(run)
+    return reducing(call, *found, run, outputs=2)
 
 
 @rule(torch.max, Tensor.max, torch.min, Tensor.min)
@@ -209,17 +197,11 @@ def extreme(call: Call):
         return None
     dims, keepdim = found
     side = side_of(call)
-    everything = argument(call, 1, "dim", other="axis") is None
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim, outputs=1 if everything else 2)
-    if everything:
-        return decomposed(
-            lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, False, side, call.function, full=True)
-        )
+    if argument(call, 1, "dim", other="axis") is None:
+        return reducing(call, dims, keepdim, lambda x: extremum(x, dims, False, side, call.function, full=True))
     pair = torch.return_types.max if side is LARGEST else torch.return_types.min
-    return decomposed(
-        lambda *args, **kwargs: pair(first_extreme(source_of(args, kwargs), dims[0], keepdim, side, call.function))
-    )
+    run = lambda x: pair(first_extreme(x, dims[0], keepdim, side, call.function))
+    return reducing(call, dims, keepdim, run, outputs=2)
 
 
 @rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
@@ -228,13 +210,8 @@ def index_of_extreme(call: Call):
     if found is None:
         return None
     dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim)
     side = side_of(call)
     if argument(call, 1, "dim", other="axis") is None:
-        return decomposed(lambda *args, **kwargs: first_of_all(source_of(args, kwargs), keepdim, side, call.function))
-
-    def run(*args, **kwargs) -> DTensor:
-        return first_extreme(source_of(args, kwargs).detach(), dims[0], keepdim, side, call.function)[1]
-
-    return decomposed(run)
+        return reducing(call, dims, keepdim, lambda x: first_of_all(x, keepdim, side, call.function))
+    run = lambda x: first_extreme(x.detach(), dims[0], keepdim, side, call.function)[1]
+    return reducing(call, dims, keepdim, run)

@@ -15,16 +15,8 @@ from torch import Tensor
 from ..._dispatch.signature import Signature
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
-from ..solvers.parts import argument, combined, dims_of, only_split, reduced, reduction, source_of, splits
+from ..solvers.parts import argument, combined, dims_and_keepdim, dims_of, reduced, reducing, reduction, splits
 from ..traits import Trait
-
-
-def _arguments(call: Call):
-    """(dims, keepdim) of `f(input, dim, keepdim)`, or None."""
-    if len(call.operands) != 1:
-        return None
-    dims = dims_of(argument(call, 1, "dim", other="axis"), call.operands[0].ndim)
-    return None if dims is None else (dims, bool(argument(call, 2, "keepdim", False, other="keepdims")))
 
 
 def _linear(call: Call):
@@ -35,14 +27,14 @@ def _linear(call: Call):
 
 @rule(torch.sum, Tensor.sum, traits=Trait.LINEAR)
 def sum_rule(call: Call):
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     return None if found is None else reduction(call, *found, summed=set(found[0]), linear=_linear(call))
 
 
 @rule(torch.nansum, Tensor.nansum, torch.count_nonzero, Tensor.count_nonzero)
 def counted(call: Call):
     """A sum of something that is not linear in the input."""
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     return None if found is None else reduction(call, *found, summed=set(found[0]))
 
 
@@ -80,7 +72,7 @@ def _counts(input: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
 @rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
 def mean(call: Call):
     """The local sum over the GLOBAL count is partial: uneven and empty shards are right."""
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     if found is None:
         return None
     dims, keepdim = found
@@ -104,18 +96,15 @@ def _mean_of(count: int, dims: tuple[int, ...], keepdim: bool):
 
 @rule(torch.nanmean, Tensor.nanmean)
 def nanmean(call: Call):
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     if found is None:
         return None
-    dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim)
 
-    def run(*args, dtype: torch.dtype | None = None, **kwargs) -> Tensor:
-        x = reduced(source_of(args, kwargs), call.function)
-        return x.nansum(dims, keepdim, dtype=dtype) / x.isnan().logical_not().sum(dims, keepdim)
+    def run(x: DTensor) -> Tensor:
+        x = reduced(x, call.function)
+        return x.nansum(*found, dtype=call.kwargs.get("dtype")) / x.isnan().logical_not().sum(*found)
 
-    return decomposed(run)
+    return reducing(call, *found, run)
 
 
 @rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
@@ -141,40 +130,27 @@ def trace(call: Call):
 @rule(torch.prod, Tensor.prod)
 def factors(call: Call):
     """The product of the local products; their gradients are right where a factor is zero, too."""
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     if found is None:
         return None
     dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim)
     dtype = call.kwargs.get("dtype")
     everything = argument(call, 1, "dim", other="axis") is None
 
     def part(local: Tensor) -> Tensor:
         return local.prod(dtype=dtype) if everything else local.prod(dims[0], keepdim, dtype=dtype)
 
-    return decomposed(
-        lambda *args, **kwargs: combined(
-            source_of(args, kwargs), dims, keepdim, call.function, part, lambda parts: parts.prod(0)
-        )
-    )
+    return reducing(call, *found, lambda x: combined(x, *found, call.function, part, lambda parts: parts.prod(0)))
 
 
 @rule(torch.any, Tensor.any, torch.all, Tensor.all)
 def boolean(call: Call):
-    found = _arguments(call)
+    found = dims_and_keepdim(call)
     if found is None or argument(call, 1, "dim", other="axis") == ():  # torch reduces nothing then
         return None
-    dims, keepdim = found
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim)
     local = torch.any if call.name == "any" else torch.all
-    return decomposed(
-        lambda *args, **kwargs: combined(
-            source_of(args, kwargs), dims, keepdim, call.function,
-            lambda part: local(part, dims, keepdim), lambda parts: local(parts, 0),
-        )
-    )  # fmt: skip
+    part, whole = (lambda part: local(part, *found)), (lambda parts: local(parts, 0))
+    return reducing(call, *found, lambda x: combined(x, *found, call.function, part, whole))
 
 
 # --- variance ----------------------------------------------------------------------------
@@ -202,19 +178,17 @@ def variance(call: Call):
         return None
     dims, keepdim, correction = found
     pair = call.name.endswith("_mean")
-    if not only_split(call, dims):
-        return reduction(call, dims, keepdim, outputs=2 if pair else 1)
     root = call.name.startswith("std")
     count = prod(call.operands[0].shape[d] for d in dims)
 
-    def run(*args, **kwargs):
-        x = reduced(source_of(args, kwargs), call.function)
+    def run(x: DTensor):
+        x = reduced(x, call.function)
         spread, middle = _moments(x, dims, count - correction)
         spread = _root(spread) if root else spread
         spread = _as(spread, x, dims, keepdim)
         return (spread, _as(middle, x, dims, keepdim)) if pair else spread
 
-    return decomposed(run)
+    return reducing(call, dims, keepdim, run, outputs=2 if pair else 1)
 
 
 def _moments(x: DTensor, dims: tuple[int, ...], freedom: float) -> tuple[DTensor, DTensor]:

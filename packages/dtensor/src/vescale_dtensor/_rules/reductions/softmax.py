@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
-from ..solvers.parts import along, argument, dims_of, only_split, reduced, reduction, source_of
+from ..solvers.parts import along, dims_and_keepdim, dims_of, only_split, reduced, reducing, reduction, source_of
 from .reduce import upcast
 
 
@@ -78,21 +78,18 @@ def softmax(call: Call):
 
 @rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(call: Call):
-    if len(call.operands) != 1:
+    found = dims_and_keepdim(call)
+    if found is None:
         return None
-    (x,) = call.operands
-    dims = dims_of(argument(call, 1, "dim", other="axis"), x.ndim)
-    keepdim = bool(argument(call, 2, "keepdim", False, other="keepdims"))
-    if dims is None:
-        return None
-    if not only_split(call, dims) or not x.layout.numel:
+    dims, keepdim = found
+    if not call.operands[0].layout.numel:
         return reduction(call, dims, keepdim)
 
-    def run(*args, **kwargs) -> DTensor:
-        x = reduced(source_of(args, kwargs), call.function)
+    def run(x: DTensor) -> DTensor:
+        x = reduced(x, call.function)
         _, powers, top = exponentials(upcast(x), dims, finite=True)
         out = reduced(powers.sum(dims, keepdim=True), call.function).log() + top
         out = out if keepdim else out.sum(dims)  # dims of size one
         return out if out.dtype == x.dtype or not x.dtype.is_floating_point else out.to(x.dtype)
 
-    return decomposed(run)
+    return reducing(call, dims, keepdim, run)

@@ -20,7 +20,7 @@ from ..._dispatch.signature import Signature
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, State, sharded
 from ..._tensor.tensor import DTensor, attach
-from ..registry import Call
+from ..registry import Call, Decision, decomposed
 
 # --- arguments ----------------------------------------------------------------------
 
@@ -78,6 +78,24 @@ def splits(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
 def only_split(call: Call, dims: Sequence[int]) -> bool:
     """True if the call has one operand, a DTensor that is not written to, and some of `dims` is sharded."""
     return len(call.operands) == 1 and not call.inplace and bool(splits(call.operands[0].layout, dims))
+
+
+def dims_and_keepdim(call: Call) -> tuple[tuple[int, ...], bool] | None:
+    """Returns the arguments of `f(input, dim, keepdim)`; None for another call."""
+    if len(call.operands) != 1:
+        return None
+    dims = dims_of(argument(call, 1, "dim", other="axis"), call.operands[0].ndim)
+    return None if dims is None else (dims, bool(argument(call, 2, "keepdim", False, other="keepdims")))
+
+
+def reducing(
+    call: Call, dims: Sequence[int], keepdim: bool, run: Callable[[DTensor], Any], *, outputs: int = 1
+) -> Signature | Decision:
+    """One tensor in, `dims` reduced: by each rank for itself where they are whole, where one is sharded by `run`, of
+    the DTensor."""
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim, outputs=outputs)
+    return decomposed(lambda *args, **kwargs: run(source_of(args, kwargs)))
 
 
 # --- at run time --------------------------------------------------------------------
