@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 from vescale_dtensor import InterleavedShard
 
-from ..plan import Boundary, Plan
-from ._megatron import megatron
+from ..plan import Plan
+from ._megatron import COLUMNS, ROWS, megatron
+
+PARAMETERS = {
+    "*.wte.weight": COLUMNS,
+    "lm_head.weight": COLUMNS,
+    "*.attn.c_attn.*": InterleavedShard(0, 3),
+    "*.mlp.c_fc.*": COLUMNS,
+    "*.c_proj.weight": ROWS,
+}
 
 
 def gpt(
@@ -16,26 +24,9 @@ def gpt(
     """A plan for a GPT: tensor and sequence parallelism over `tensor_axis`, if the mesh has it; data parallelism over
     `data_axis`.
 
-    Cost: see `Megatron`.
+    Cost: see `megatron`.
     """
-    if tensor_axis not in mesh:
-        return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
-    columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
-    return Plan(
-        mesh=mesh,
-        parameters={
-            "*.wte.weight": columns,
-            "lm_head.weight": columns,
-            "*.attn.c_attn.*": {tensor_axis: InterleavedShard(0, 3)},
-            "*.mlp.c_fc.*": columns,
-            "*.c_proj.weight": rows,
-            "*": {},
-        },
-        boundaries={
-            "*.drop": Boundary(input=stream),
-            "*.attn": Boundary(input=whole, output=stream),
-            "*.mlp": Boundary(input=whole, output=stream),
-            "lm_head": Boundary(input=whole),
-        },
-        data_axis=data_axis,
-    )
+    return megatron(
+        mesh, PARAMETERS, ("*.drop", "input"), "*.attn",
+        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
+    )  # fmt: skip

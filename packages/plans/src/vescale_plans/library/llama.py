@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plan import Boundary, Plan
-from ._megatron import megatron
+from ..plan import Plan
+from ._megatron import COLUMNS, ROWS, megatron
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROWS = ("o_proj", "down_proj")
+PARAMETERS = {
+    "*.embed_tokens.weight": COLUMNS,
+    "lm_head.weight": COLUMNS,
+    **{f"*.{name}_proj.weight": COLUMNS for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj.weight": ROWS for name in ("o", "down")},
+}
 
 
 def llama(
@@ -17,25 +21,9 @@ def llama(
     """A plan for a Llama: tensor and sequence parallelism over `tensor_axis`, if the mesh has it; data parallelism over
     `data_axis`.
 
-    Cost: see `Megatron`.
+    Cost: see `megatron`.
     """
-    if tensor_axis not in mesh:
-        return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
-    columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
-    return Plan(
-        mesh=mesh,
-        parameters={
-            "*.embed_tokens.weight": columns,
-            "lm_head.weight": columns,
-            **{f"*.{name}.weight": columns for name in COLUMNS},
-            **{f"*.{name}.weight": rows for name in ROWS},
-            "*": {},
-        },
-        boundaries={
-            "*.embed_tokens": Boundary(output=stream),
-            "*.self_attn": Boundary(input=whole, output=stream),
-            "*.mlp": Boundary(input=whole, output=stream),
-            "lm_head": Boundary(input=whole),
-        },
-        data_axis=data_axis,
-    )
+    return megatron(
+        mesh, PARAMETERS, ("*.embed_tokens", "output"), "*.self_attn",
+        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
+    )  # fmt: skip

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 
 from vescale_dtensor import InterleavedShard, Shard
 
-from ..plan import Boundary, Plan
-from ._megatron import megatron
+from ..plan import Plan
+from ._megatron import COLUMNS, ROWS, megatron
 
-COLUMNS = ("q_proj", "k_proj", "v_proj")
+PARAMETERS = {
+    "*.embed_tokens.weight": COLUMNS,
+    "lm_head.weight": COLUMNS,
+    **{f"*.{name}_proj.weight": COLUMNS for name in ("q", "k", "v")},
+    "*.o_proj.weight": ROWS,
+    "*.experts.gate_up_proj": InterleavedShard(1, 2),
+    "*.experts.down_proj": Shard(2),
+}
 
 
 def mixtral(
@@ -19,27 +26,9 @@ def mixtral(
     over `data_axis`.
 
     Every expert is sharded over its inner dim, like a dense MLP: `gate_up_proj` [experts, gate and up, in] by outputs,
-    `down_proj` [experts, out, inner] by inputs. The router is replicated. Cost: see `Megatron`.
+    `down_proj` [experts, out, inner] by inputs. The router is replicated. Cost: see `megatron`.
     """
-    if tensor_axis not in mesh:
-        return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
-    columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
-    return Plan(
-        mesh=mesh,
-        parameters={
-            "*.embed_tokens.weight": columns,
-            "lm_head.weight": columns,
-            **{f"*.{name}.weight": columns for name in COLUMNS},
-            "*.o_proj.weight": rows,
-            "*.experts.gate_up_proj": {tensor_axis: InterleavedShard(1, 2)},
-            "*.experts.down_proj": {tensor_axis: Shard(2)},
-            "*": {},
-        },
-        boundaries={
-            "*.embed_tokens": Boundary(output=stream),
-            "*.self_attn": Boundary(input=whole, output=stream),
-            "*.mlp": Boundary(input=whole, output=stream),
-            "lm_head": Boundary(input=whole),
-        },
-        data_axis=data_axis,
-    )
+    return megatron(
+        mesh, PARAMETERS, ("*.embed_tokens", "output"), "*.self_attn",
+        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
+    )  # fmt: skip
