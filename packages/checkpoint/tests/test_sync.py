@@ -139,6 +139,26 @@ def test_a_beat_from_before_the_first_rank_began_is_seen():
         first.end()
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_who_died_at_an_operations_end_is_not_waited_for_again_in_the_next(is_back):
+    store = Counted()
+    first, other = (Presence(store.of(rank), rank, 2) for rank in (0, 1))
+    other.enter(0, "save")
+    other.beat()
+    first.enter(0, "save")
+    first.watch()
+    first.watched += _presence.SILENT_S + 0.1
+    assert "fell silent" in first.reason_against(1, 7.0)
+    first.leave()  # all had succeeded
+    first.enter(1, "save")
+    assert first.reason_against(1, 0.1) is None  # what it knows is of before
+    if is_back:  # it was only stopped
+        other.enter(1, "save")
+        other.beat()
+    first.watch()
+    assert (first.reason_against(1, 0.1) is None) == is_back
+
+
 @pytest.mark.parametrize("values", [[b""] * 5, [b"a", b"a", b"b", b"a"], [b"%d:[" % i for i in range(9)], [b"", b"\0"]])
 def test_payloads_are_packed_and_unpacked(values):
     assert _unpacked(_packed(values)) == values

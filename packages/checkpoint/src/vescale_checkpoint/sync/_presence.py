@@ -67,6 +67,7 @@ class Presence:
         self.watched = 0.0  # seconds that this process has been looking: while it was stopped it saw nobody be silent
         self.on_silent: Any = None  # called with a rank that rank 0 takes for dead
         self._seen: dict[int, tuple[Beat | None, float]] = {}  # rank -> its last beat, and when it was new by `watched`
+        self._is_fresh = False  # whether it was looked at in this operation: who was silent before it may be back
         self._count, self._looked = 0, time.monotonic()
         self._main = MainThread(moving=2e-4)
         self._others = range(1, size) if rank == 0 else range(1)
@@ -87,7 +88,7 @@ class Presence:
     def enter(self, number: int, operation: str) -> None:
         """This rank begins an operation."""
         self.number, self.operation, self.is_over = number, operation, False
-        self._seen.clear()
+        self._is_fresh = False
         self._wake.set()
 
     def leave(self) -> None:
@@ -116,11 +117,14 @@ class Presence:
         now = time.monotonic()
         elapsed, self._looked = now - self._looked, now
         self.watched += min(elapsed, 2 * BEAT_S)
-        for rank, beat in self.read(self._others):
+        found = list(self.read(self._others))
+        for rank, beat in found:
             last, _ = self._seen.get(rank, (_MISSING, 0.0))
             if beat != last:
                 self._seen[rank] = (beat, self.watched)
-            elif self.on_silent is not None and beat is not None and not beat.is_over and self.is_silent(rank):
+        self._is_fresh = True
+        for rank, beat in found:
+            if self.on_silent is not None and beat is not None and not beat.is_over and self.is_silent(rank):
                 self.on_silent(rank)
 
     def read(self, ranks: Any) -> Iterator[tuple[int, Beat | None]]:
@@ -134,15 +138,15 @@ class Presence:
             yield rank, None if data in (None, _MISSING.encode()) else Beat(*json.loads(data))
 
     def last(self, rank: int) -> Beat | None:
-        """Returns the last beat of a rank that `watch` saw."""
-        return self._seen.get(rank, (None, 0.0))[0]
+        """Returns the last beat of a rank that `watch` saw; None before it has looked in this operation."""
+        return self._seen.get(rank, (None, 0.0))[0] if self._is_fresh else None
 
     def is_silent(self, rank: int) -> bool:
         """True if a rank that has beaten is taken for dead."""
-        beat, since = self._seen.get(rank, (None, 0.0))
+        beat = self.last(rank)
         if beat is None or beat.has_ended:
             return False
-        return self.watched - since > (IDLE_SILENT_S if beat.is_over else SILENT_S)
+        return self.watched - self._seen[rank][1] > (IDLE_SILENT_S if beat.is_over else SILENT_S)
 
     def reason_against(self, rank: int, waited_s: float) -> str | None:
         """Says why a rank that this one has waited for will not come. None: it may."""
