@@ -74,7 +74,7 @@ def export_huggingface(
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor) and first.get(name, name) == name
         }
-        own = {one.name: one for name, whole in own.items() for one in _parts(whole, (places or {}).get(name))}
+        own = {one.name: one for name, whole in own.items() for one in in_parts(whole, (places or {}).get(name))}
         tensors = _of_all_ranks(session, own)
         config = getattr(model, "config", None) if config is None else config
         parts = [part for part in (config, getattr(model, "generation_config", None), *also) if part is not None]
@@ -121,7 +121,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     return {**dict.fromkeys(state), **made, **tied, **rest}
 
 
-def _parts(whole: FullTensor, places: Sequence[Place] | None) -> Iterator[FullTensor]:
+def in_parts(whole: FullTensor, places: Sequence[Place] | None) -> Iterator[FullTensor]:
     """The tensors that are written in place of one: made once, and held until the last of them is."""
     if places is None:
         yield whole

@@ -27,8 +27,9 @@ from .format._dtypes import DTYPES, SIZES
 from .format._step import step_number
 from .format._text import printable as printable
 from .format._text import shown as shown
-from .huggingface import FullTensor, write_folder
+from .huggingface import FullTensor, Places, in_parts, write_folder
 from .io._commit import Root
+from .io._huggingface import read_folder
 from .io._locks import leased
 from .io._read import Files, read_all
 from .io._source import Source, check_folder, locate, read_manifest
@@ -173,12 +174,17 @@ def _differing_values(a: object, b: object, path: str) -> Iterator[tuple[str, st
 
 
 def export(
-    source: Source, out: str | os.PathLike[str], key: str = "model", progress: Progress = lambda nbytes: None
-) -> None:
+    source: Source, out: str | os.PathLike[str], key: str = "model", progress: Progress = lambda nbytes: None,
+    places: Places | None = None, finish: Callable[[str], None] = lambda folder: None,
+) -> None:  # fmt: skip
     """Writes the tensors under `key` as a HuggingFace folder, tied ones once.
 
+    Arguments:
+        places: as for `export_huggingface`.
+        finish: is given the folder before it is committed, to write beside the weights.
+
     Raises MismatchError where there are none, or where they are an optimizer's; ConflictError where the folder exists.
-    The model's configuration is not in a checkpoint: put its config.json there.
+    The model's configuration is not in a checkpoint: `finish` may put its config.json there.
     """
     prefix = f"{key}."
     _check_weights(source, key)
@@ -187,7 +193,17 @@ def export(
         for name, kept in source.manifest.tensors.items()
         if name.startswith(prefix)
     ]
-    write_folder(out, tensors, progress=progress)
+    parts = [one for whole in tensors for one in in_parts(whole, (places or {}).get(whole.name))]
+    write_folder(out, parts, finish, progress=progress)
+
+
+def exported(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns name -> dtype of the tensors in a HuggingFace folder. Reads headers alone.
+
+    Raises StorageError, and FormatError for what is no such folder.
+    """
+    storage, path = storage_of(folder, "open")
+    return {name: kept.dtype for name, kept in read_folder(storage, path, "").tensors.items()}
 
 
 def _check_weights(source: Source, key: str) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import vescale
+from architectures import register
 from vescale.cli import app
 
 
@@ -216,3 +217,34 @@ def test_only_weights_are_exported(tmp_path, key):
     for weights in ("net", "ema"):
         call("export", tmp_path / "run", tmp_path / weights, "--key", weights)
         assert set(load_file(tmp_path / weights / "model.safetensors")) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_what_is_exported_like_a_published_folder_is_served(tmp_path, name):
+    """Under its names (Mixtral's experts one by one), with its configuration; another step's logits are told apart."""
+    start = register.build(name)
+    start.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
+    for step in (1, 2):
+        with torch.no_grad():
+            start.lm_head.weight.add_(0.1)
+        vescale.save(tmp_path / "run", {"model": start}, step=step)
+    call("export", tmp_path / "run", tmp_path / "out", "--like", tmp_path / "base")
+    assert (tmp_path / "out" / "tokenizer_config.json").exists() and (tmp_path / "out" / "config.json").exists()
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+    assert torch.equal(exported["lm_head.weight"], start.lm_head.weight)
+    said = call("serve-check", tmp_path / "out", "--against", tmp_path / "run")
+    assert "WRONG" not in said and "to the bit" in said and "which vLLM reads" in said
+    said = call("serve-check", tmp_path / "out", "--against", tmp_path / "run", "--step", 1, status=1)
+    assert "WRONG logits differ" in said
+    narrow = {name: one.bfloat16() for name, one in exported.items()}
+    save_file(narrow, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    said = call("serve-check", tmp_path / "out", "--against", tmp_path / "run")
+    assert "as bfloat16 rounds" in said and "files hold bfloat16" in said
+    del narrow["lm_head.weight"]
+    narrow["head"] = narrow["model.norm.weight"].clone()
+    save_file(narrow, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    said = call("serve-check", tmp_path / "out", status=1)
+    assert "WRONG transformers loads it" in said and "not head, lm_head.weight" in said
+    assert "does not load it" in call("serve-check", tmp_path / "nothing", status=1)

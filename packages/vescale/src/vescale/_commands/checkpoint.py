@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,14 @@ from rich.text import Text
 
 from vescale_checkpoint import tools
 
+from ..pretrained import places_of
+from .plan import model_of
+from .serving import checked, copy_what_is_beside
 from .step_words import as_commands
 
 app = typer.Typer(no_args_is_help=True, help="Committed steps: look at, check, compare, export, rewrite.")
 Where = Annotated[str, typer.Argument(help="A run's directory (its latest step), or one step's.")]
+Key = Annotated[str, typer.Option(help="The model's key in the state that was saved.")]
 Step = Annotated[int | None, typer.Option(help="A committed step of the run.")]
 
 
@@ -80,12 +85,36 @@ def export(
     path: Where,
     out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     step: Step = None,
-    key: Annotated[str, typer.Option(help="The model's key in the state that was saved.")] = "model",
+    key: Key = "model",
+    like: Annotated[
+        Path | None, typer.Option(help="A folder with the model's config.json and tokenizer, to write beside.")
+    ] = None,
 ):
-    """Writes a model's weights as a HuggingFace folder of safetensors."""
+    """Writes a model's weights as a HuggingFace folder of safetensors; with --like as servers load it."""
+    places = None if like is None else places_of(model_of(like))
+    finish = (lambda folder: None) if like is None else partial(copy_what_is_beside, like)
     with tools.opened(path, step) as source, progress("export", source.manifest.nbytes) as advance:
-        tools.export(source, out, key, advance)
+        tools.export(source, out, key, advance, places, finish)
     typer.echo(str(out))
+
+
+@app.command()
+@as_commands()
+def serve_check(
+    folder: Annotated[Path, typer.Argument(help="An export: weights and config.json.")],
+    against: Annotated[
+        str | None, typer.Option(help="The run, or the step, that was exported: compares logits.")
+    ] = None,
+    step: Step = None,
+    key: Key = "model",
+):
+    """Checks that an export can be served: loads it in transformers, compares its names and dtypes with those that are
+    published, and its logits with the training's. Exit status 1 if anything is wrong."""
+    found = list(checked(folder, against, step, key))
+    for right, said in found:
+        typer.echo(tools.printable(f"{'ok   ' if right else 'WRONG'} {said}"))
+    if not all(right for right, _ in found):
+        raise typer.Exit(1)
 
 
 @app.command()

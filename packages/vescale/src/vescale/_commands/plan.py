@@ -195,7 +195,7 @@ def _build(model: str) -> tuple[nn.Module, Any]:
     """The model without memory, and a sample where the factory gives one."""
     folder = Path(model)
     if folder.is_dir() or folder.name == "config.json":
-        return _from_huggingface(folder.parent if folder.is_file() else folder), None
+        return model_of(folder.parent if folder.is_file() else folder), None
     module, colon, factory = model.partition(":")
     remedies = [("vescale plan ./folder", "with a config.json"), ("vescale plan package.module:factory", "")]
     if not colon:
@@ -229,7 +229,8 @@ def _with_values(sample: Any) -> Any:
     return sample
 
 
-def _from_huggingface(folder: Path) -> nn.Module:
+def model_of(folder: Path) -> nn.Module:
+    """Returns the model of a folder's config.json, without values."""
     try:
         import transformers
     except ImportError as error:
