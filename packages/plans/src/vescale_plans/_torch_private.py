@@ -151,8 +151,9 @@ def meta_collectives() -> Any:
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Errors that `torch.compile` raises if it gives up. Instead: public classes of them."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return TorchDynamoException, FailOnRecompileLimitHit
+    return TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode
 
 
 def backend_named(name: str) -> Callable:

@@ -153,14 +153,14 @@ def trained(model, optimizer, dtype, autocast):
     return {key: one.full_tensor().detach() if hasattr(one, "full_tensor") else one for key, one in seen.items()}
 
 
-def compared(cases):
+def compared(cases, mode="eager"):
     """What differs from one device."""
     wrong = []
     for name, (plan, autocast, *kinds) in cases.items():
         dtype = torch.float32 if autocast else torch.float64
         alone, model = build(*kinds, dtype=dtype), build(*kinds, dtype=dtype)
         expected = trained(alone, torch.optim.SGD(alone.parameters(), lr=0.05), dtype, autocast)
-        model, optimizer = vescale.parallelize(plan, model, lambda each: torch.optim.SGD(each, lr=0.05))
+        model, optimizer = vescale.parallelize(plan, model, lambda each: torch.optim.SGD(each, lr=0.05), mode=mode)
         got = trained(model, optimizer, dtype, autocast)
         assert got.keys() == expected.keys(), name
         for key, one in expected.items():
@@ -194,6 +194,12 @@ CALLS = {
 def test_calls_are_those_of_one_device():
     for wrong in run_ranks(2, compared, CALLS):
         assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:Block runs eagerly")
+def test_compile_mode_leaves_a_number_of_rows_to_python():
+    """Whether an expert has rows is asked of values: no graph can know, and the call is eager."""
+    assert run_ranks(2, compared, {"chosen": (plan_of(), False, Block, Expert)}, "compile") == [[], []]
 
 
 def test_one_rank_holds_all():
