@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vescale_trace.errors import typed_call
+
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, wait_for_save
 from ._tied import compare_tied
@@ -29,6 +31,7 @@ from .sync._sync import Session, forget_finished, in_one_process, open_session, 
 _SHOWN = 8
 
 
+@typed_call
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -81,6 +84,7 @@ def save(
     return PendingSave(job.path)
 
 
+@typed_call
 def load(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],

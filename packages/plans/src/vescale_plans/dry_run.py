@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vescale_dtensor.debug import Event, comm_trace
 from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
+from vescale_trace.errors import typed_call
 from vescale_trace.values import map_tensors
 
 from ._apply.apply import OptimizerFn, Stages, parallelize
@@ -107,6 +108,7 @@ class DryRun:
 
 @generators_kept()
 @values_unchecked()
+@typed_call
 def dry_run(
     plan: Plan,
     model: nn.Module,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
+from vescale_dtensor import DTensor, OperatorError, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, Precision, dry_run, no_sync, parallelize
 
@@ -576,6 +576,19 @@ def calls_of_a_step(count):
         sys.setprofile(None)
         optimizer.zero_grad()
     return called
+
+
+def test_a_step_of_what_is_no_closure_is_refused_before_anything_is_done():
+    torch.manual_seed(0)
+    model, optimizer = parallelize(Plan({"dp": 1}, {"*": {}}), nn.Linear(3, 2), torch.optim.SGD)
+    before = [one.full_tensor().clone() for one in model.parameters()]
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    for given in (loss, 0.5, "x"):
+        with pytest.raises(OperatorError, match=r"SGD.step: its argument is a .*, not a closure"):
+            optimizer.step(given)
+    assert all(torch.equal(one.full_tensor(), value) for one, value in zip(model.parameters(), before))
+    assert optimizer.step(lambda: 3.0) == 3.0
 
 
 def test_what_a_step_costs_per_parameter():

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import vescale_checkpoint
 from vescale_plans import Plan, PlanError
 from vescale_rng import deferred_init
+from vescale_trace.errors import typed_call
 
 from ._stages import parallelize
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # one signature for both
     from vescale_checkpoint import load as load
 else:
 
+    @typed_call
     @functools.wraps(vescale_checkpoint.load)
     def load(path: Any, state: Any, *, join: Any = None, **options: Any) -> Any:
         join = functools.partial(_joined, state) if join is None else join

@@ -13,6 +13,7 @@ from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import attributes_of, distribute, is_deferred, materialize
+from vescale_trace.errors import typed_call
 
 from .._capture.explain import compiled
 from .._capture.mode import Mode, check_compiler, mode_of
@@ -67,6 +68,7 @@ def parallelize(
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[Model, Optimizer]: ...
+@typed_call
 def parallelize(
     plan: Plan | PlanFn,
     model: nn.Module,

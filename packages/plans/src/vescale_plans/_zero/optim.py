@@ -137,6 +137,13 @@ class Sharded(ShardedStates):
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
         """Steps as the optimizer does: gradients still partial are reduced first, parameters follow after."""
+        if closure is not None and not callable(closure):
+            raise OperatorError(
+                f"{type(self).__name__}.step",
+                f"its argument is a {type(closure).__name__}, not a closure",
+                ["step(closure)  calls it, and steps by the gradients that it leaves"],
+                [("loss.backward(); optimizer.step()", "no closure is needed where gradients are there")],
+            )
         own_step = self._own_step()
         if self._on_dtensors:
             if closure is not None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from vescale_dtensor import Replicate
 from vescale_dtensor.engine import unstopped
+from vescale_trace.errors import typed_call
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._apply.generators import generators_kept
@@ -85,6 +86,7 @@ Runner = Callable[..., Any]
 
 
 @generators_kept()
+@typed_call
 def generate_plan(
     model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
 ) -> Plan:
