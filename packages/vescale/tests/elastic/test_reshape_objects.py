@@ -120,6 +120,29 @@ def test_every_value_moves_to_the_bit(name):
     assert wrong == []
 
 
+def run_apart(plans):
+    losses, _, wrong = run(plans, MAKES["adamw, amsgrad"])
+    return losses, wrong
+
+
+def test_on_a_device_that_runs_behind_the_host():
+    """With states that lie on the host, and come back."""
+    plans = [PLANS[1], PLANS[2].override(offload=True), PLANS[3].override(offload=True), PLANS[4]]
+    wanted, _ = run_apart([None] * 4)
+    for losses, wrong in run_ranks(4, run_apart, plans, device="second", timeout=240):
+        assert wrong == []
+        torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
+
+
+def test_three_ranks():
+    cut = {"first.*": {"tp": Shard(0)}, "last.weight": {"tp": Shard(1)}, "*": {}}
+    plans = [Plan(mesh={"dp": 3}, parameters={"*": {}}, zero=3), Plan(mesh={"tp": 3}, parameters=cut)]
+    wanted, _ = run_apart([None] * 4)
+    for losses, wrong in run_ranks(3, run_apart, plans * 2):
+        assert wrong == []
+        torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
+
+
 def hold():
     """What a program holds, and has put on a model, before its plan changes twice."""
     torch.manual_seed(0)
