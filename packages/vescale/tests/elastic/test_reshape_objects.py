@@ -268,6 +268,8 @@ def refusals():
         with pytest.raises(PlanError) as caught:
             vescale.reshape(model, of, plan)
         told.append(str(caught.value))
+    with pytest.raises(PlanError, match="is a dict"):
+        vescale.reshape(model, optimizer, {"dp": 4})
     with pytest.raises(PlanError, match="not parallelized"):
         vescale.reshape(Odd(), None, PLANS[0])
     first = old.item()
