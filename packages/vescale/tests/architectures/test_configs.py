@@ -113,3 +113,18 @@ def test_precision_offload_and_positions_are_the_plans():
     batch = {"input_ids": tokens, "labels": tokens}
     assert vescale.dry_run(config, model, batch).plan == plan
     assert vescale.predict(config, model, batch, "h100").plan == plan
+
+
+class Picture(torch.nn.Linear):
+    def forward(self, picture):
+        return super().forward(picture)
+
+
+def test_a_model_of_unknown_inputs_needs_a_sample_only_where_it_is_split():
+    model, sample = Picture(4, 6), torch.ones(2, 4)
+    plan = vescale.plan_from_config(ParallelismConfig(dp_replicate_size=2, dp_shard_size=3), model)
+    assert (dict(plan.mesh), plan.zero, plan.data_axis) == ({"replicas": 2, "dp": 3}, 3, ("replicas", "dp"))
+    config = ParallelismConfig(tp_size=2)
+    with pytest.raises(vescale.PlanError, match="picture"):
+        vescale.plan_from_config(config, model)
+    assert vescale.plan_from_config(config, model, sample).parameters["weight"] == {"tp": vescale.Shard(0)}

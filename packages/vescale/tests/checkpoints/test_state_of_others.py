@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import vescale
+from vescale.pretrained import places_of
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
@@ -132,7 +133,14 @@ def _export(model, folder):
     vescale.export_huggingface(f"{folder}/export", model)
     dist.barrier()
     files = [f"{folder}/export/{name}" for name in os.listdir(f"{folder}/export") if name.endswith(".safetensors")]
-    return {name: tensor for file in files for name, tensor in safetensors.load_file(file).items()}
+    found = {name: tensor for file in files for name, tensor in safetensors.load_file(file).items()}
+    for name, places in places_of(model).items():  # experts are published one by one
+        parts = [(begin, found.pop(published)) for published, begin, _ in places]
+        found[name] = torch.empty(model.state_dict()[name].shape)
+        for begin, part in parts:
+            whole = (*(1,) * (len(begin) - part.ndim), *part.shape)
+            found[name][tuple(slice(at, at + size) for at, size in zip(begin, whole))] = part.reshape(whole)
+    return found
 
 
 class _Holds:

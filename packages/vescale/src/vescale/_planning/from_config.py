@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vescale_plans import Plan, PlanError, Precision
-from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
+from vescale_plans.search import Candidate, Structure, plan_of, sample_of, structure_of
 
 _SHARDED = ("fsdp_size", "dp_shard_size")
 """What transformers and accelerate call the ranks over which FSDP shards."""
@@ -43,7 +43,8 @@ def plan_from_config(config: Any, model: nn.Module, sample: Any = None) -> Plan:
             with as many microbatches. `cp_size` and `sp_size` shard sequences, the latter with attention over heads.
             `fsdp_cpu_offload` is the plan's `offload`.
         model: is probed on the meta device, and not changed.
-        sample: as for `generate_plan`; a model that takes `input_ids` needs none.
+        sample: as for `generate_plan`; a model that takes `input_ids` needs none, and no model does under
+            data parallelism alone.
 
     Deterministic. Raises PlanError if the model cannot be split so, and for a `tp_plan`, `ep_plan` or `fsdp_plan` that
     names styles.
@@ -58,21 +59,22 @@ def plan_from_config(config: Any, model: nn.Module, sample: Any = None) -> Plan:
 
     replicas, sharded, tensor, experts = size("dp_replicate_size"), size(*_SHARDED), size("tp_size"), size("ep_size")
     data, spread, heads = replicas * sharded, max(experts // tensor, 1), size("sp_size")
-    structure = structure_of(model, sample_of(model, sample))
-    if experts > 1 and spread not in (1, *structure.expert_degrees) or experts > 1 and not structure.experts:
-        known = list(structure.expert_degrees)
-        rule = f"ep_size={experts} spreads experts over {spread} data ranks, and this model's spread over {known}"
-        raise _refusal(rule, [(f"ep_size={one * tensor}", "") for one in known[:3]] or [("ep_size=1", "")])
-    stages, most = size("pp_size"), len(structure.cut_points) + 1
-    if stages > most:
-        rule = f"pp_size={stages} is more stages than the {most} that the model parts into"
-        raise _refusal(rule, [(f"pp_size={most}", "")])
     positions = bool(getattr(config, "enable_sequence_parallel", False)) and tensor > 1
     candidate = Candidate(
         dp=data, tp=tensor, ep=spread, sp=positions, cp=size("cp_size") * heads, zero=3 if sharded > 1 else 0,
-        pp=stages, microbatches=stages, offload=bool(getattr(config, "fsdp_cpu_offload", False)),
+        pp=size("pp_size"), microbatches=size("pp_size"), offload=bool(getattr(config, "fsdp_cpu_offload", False)),
     )  # fmt: skip
-    plan = plan_of(structure, candidate)
+    try:
+        row = sample_of(model, sample)
+    except PlanError:
+        if max(tensor, experts, candidate.cp, candidate.pp) > 1:
+            raise
+        parameters = {"*": {}}  # nothing of the model is split, and nothing of it need be known
+        plan = Plan(mesh={"dp": data}, parameters=parameters, zero=candidate.zero, offload=candidate.offload)
+    else:
+        structure = structure_of(model, row)
+        _check(structure, candidate, experts)
+        plan = plan_of(structure, candidate)
     more: dict[str, Any] = {"context": "all-to-all"} if heads > 1 else {}
     if getattr(config, "fsdp_mixed_precision", False) and data > 1:
         more["precision"] = Precision(torch.bfloat16, torch.float32)
@@ -81,6 +83,18 @@ def plan_from_config(config: Any, model: nn.Module, sample: Any = None) -> Plan:
         sizes = {**plan.mesh, "replicas": replicas, "dp": sharded}
         more |= {"mesh": {name: sizes[name] for name in names}, "data_axis": ("replicas", "dp")}
     return plan.override(**more)
+
+
+def _check(structure: Structure, candidate: Candidate, experts: int) -> None:
+    """Raises PlanError where the model has too few blocks or experts."""
+    known = list(structure.expert_degrees)
+    if experts > 1 and (not structure.experts or candidate.ep not in (1, *known)):
+        rule = f"ep_size={experts} spreads experts over {candidate.ep} data ranks, and this model's spread over {known}"
+        raise _refusal(rule, [(f"ep_size={one * candidate.tp}", "") for one in known[:3]] or [("ep_size=1", "")])
+    most = len(structure.cut_points) + 1
+    if candidate.pp > most:
+        rule = f"pp_size={candidate.pp} is more stages than the {most} that the model parts into"
+        raise _refusal(rule, [(f"pp_size={most}", "")])
 
 
 def _refusal(rule: str, remedies: list[tuple[str, str]]) -> PlanError:
