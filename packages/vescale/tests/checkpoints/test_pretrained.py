@@ -4,12 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 
 import vescale
 from architectures import register
 from vescale.pretrained import places_of
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -98,3 +99,21 @@ def test_dtype_configuration_and_what_is_missing(tmp_path):
             torch.testing.assert_close(half[name], one, atol=4e-3, rtol=0)
         assert "lm_head.weight" in missing and "gives no model" in no_folder
         assert headless["lm_head.weight"].std() > 0
+
+
+COMPUTED = {"inkling2_text"}
+"""Types whose published tensors are no parts of a parameter: their numbers lie in turns."""
+
+
+@pytest.mark.parametrize("name", slice_of([name for name in register.listed() if name not in COMPUTED], 20))
+def test_places_are_those_that_transformers_publishes(name):
+    """Names, and what each of them holds."""
+    model = register.build(name)
+    state, places = model.state_dict(), places_of(model)
+    found = {}
+    for key, one in state.items():
+        for published, begin, shape in places.get(key, [(key, (0,) * one.ndim, one.shape)]):
+            sizes = (*(1,) * (one.ndim - len(shape)), *shape)
+            found[published] = one[tuple(slice(at, at + size) for at, size in zip(begin, sizes))].reshape(shape)
+    wanted = revert_weight_conversion(model, dict(state))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
