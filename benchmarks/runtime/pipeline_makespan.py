@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,10 @@ from vescale_dtensor.testing import run_ranks
 RANKS, COUNT, WIDTH = 4, 8, 8
 BUDGET = 0.10
 VIRTUAL = {
-    "gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1,
+    "gpipe": 1,
+    "1f1b": 1,
+    "zb-h1": 1,
+    "zb-h2": 1,
     **dict.fromkeys(("interleaved", "looped-bfs", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipe-v"), 2),
 }
 FORWARD, INPUT, WEIGHT = 1.0, 1.2, 0.7
@@ -88,7 +92,8 @@ def measured(kind: str, steps: int, unit: float) -> list[tuple[float, float]]:
     model = Model(schedule.stages, unit)
     cuts = tuple(f"blocks.{stage}" for stage in range(1, schedule.stages))
     ranks = list(range(RANKS))
-    Runtime(model, schedule, ownership(model, cuts), ranks, dist.new_group(ranks))
+    group, store = dist.new_group(ranks), dist.distributed_c10d._get_default_store()
+    Runtime(model, schedule, ownership(model, cuts), ranks, group, store, timeout=timedelta(minutes=1))
     x, y = torch.randn(2, COUNT, WIDTH).unbind()
     spans = []
     for _ in range(steps + 1):

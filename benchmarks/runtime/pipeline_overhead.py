@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,8 @@ def our_step(kind: str, virtual: int) -> Callable[[], None]:
     schedule = generate(kind, RANKS, COUNT, virtual)
     cuts = tuple(f"blocks.{BLOCKS * stage // schedule.stages}" for stage in range(1, schedule.stages))
     ranks = list(range(RANKS))
-    Runtime(model, schedule, ownership(model, cuts), ranks, dist.new_group(ranks))
+    group, store = dist.new_group(ranks), dist.distributed_c10d._get_default_store()
+    Runtime(model, schedule, ownership(model, cuts), ranks, group, store, timeout=timedelta(minutes=1))
     x, y = data()
     return lambda: model(x, y).backward()
 

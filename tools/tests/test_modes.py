@@ -20,6 +20,7 @@ _trace/seen.py Seen operators | a pipeline's dry run | listens: writes to memory
 _trace/rows/notes.py Notes functions | a pipeline's dry run | listens: how the loss comes from the rows
 _trace/record.py _Weights functions | a pipeline's dry run | answers: placeholders for parameters
 balance.py _Counter operators | `balanced_cuts` | listens: FLOPs and bytes by module
+pretrained.py _Views functions | transformers names a state's parts | answers: parts of a tensor stay views of it
 _deferred/deferred.py _Recording operators | `deferred_init` | answers: factories record and make nothing
 _test_kit/live_bytes.py LiveBytes operators | tests | listens: storages alive
 _test_kit/trait_check.py Watch functions | tests | listens, and tries each function's traits

@@ -136,7 +136,7 @@ class _Views(TorchFunctionMode):
 
 
 def _joined(state: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """What a checkpoint holds under published names, for `load`."""
+    """Returns what a checkpoint holds under published names, for `load`."""
     joined: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for key, model in state.items():
         prefix = f"{getattr(model, 'base_model_prefix', '')}."

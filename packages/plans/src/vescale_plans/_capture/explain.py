@@ -17,10 +17,14 @@ from .steps import Steps, has_step
 
 _SPLIT = "its pipeline's schedule computes gradients of inputs and of weights apart, which one graph computes as one"
 
+_EXCHANGE = ("experts", "list")
+_STEPS = (*_EXCHANGE, "beside", "checkpoint", "saving")
+"""Steps that may not lie inside of a graph, but around it."""
+
 
 class Regions:
     """The compiled parts of a model: the root's forward on one rank, each block's on several, and each of its stage's
-    under a pipeline. Where it has steps inside that are no operators, its largest parts without any.
+    under a pipeline. Where they exchange rows, or lie inside of a checkpoint, their largest parts that do not.
 
     Attributes:
         regions: in the order of the model.
@@ -62,30 +66,26 @@ class Regions:
         blocks = blocks_of(model)
         if runtime is not None:
             blocks = [(name, block) for name, block in blocks if runtime.is_of_one_stage(block)]
-            self._between += [] if blocks else ["its stage has no repeated block of its own"]
         elif prod(self.mesh.sizes) == 1 or not blocks:
             blocks = [("", model)]
-        return [part for name, block in blocks for part in self._without_steps(name, block) or [(name, block)]]
-
-    def _without_steps(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Returns the module, or its largest parts, without steps inside that are no operators; none of a leaf, whose
-        guards would cost more than a graph of it saves."""
-        refused = Steps(module).refused
-        if not refused:
-            return [(name, module)]
-        found = [
-            part
-            for child, inside in module.named_children()
-            if next(inside.children(), None) is not None and not _exchanges(inside)
-            for part in self._without_steps(f"{name}.{child}" if name else child, inside)
-        ]
-        self._between += [refused] if found and any(map(_exchanges, module.modules())) else []
+        found = [part for name, block in blocks for part in self._without_exchange(name, block)]
+        self._between += [] if found or self._between else ["it has no repeated block of its own"]
         return found
 
-
-def _exchanges(module: nn.Module) -> bool:
-    """True if a module is called with rows of other ranks, whose number depends on values."""
-    return has_step(module, "experts", "list")
+    def _without_exchange(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Returns the module, or its largest parts in which no rank is given rows of others, whose number depends on
+        values; none of a leaf, whose guards would cost more than a graph of it saves."""
+        if has_step(module, *_EXCHANGE):
+            self._between.append(f"{name} gives rows to experts of other ranks")
+            return []
+        if not any(has_step(one, *_STEPS) for one in module.modules() if one is not module):
+            return [(name, module)]
+        return [
+            part
+            for child, inside in module.named_children()
+            if next(inside.children(), None) is not None
+            for part in self._without_exchange(f"{name}.{child}" if name else child, inside)
+        ]
 
 
 def _is_split(model: nn.Module) -> bool:

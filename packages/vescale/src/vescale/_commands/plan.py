@@ -133,7 +133,7 @@ def _generated(model: nn.Module, notes: list[str], **asked: Any) -> Plan:
 
 
 def _costs(made: Plan, tokens: float, price: float | None) -> Table:
-    """What the choice and the next best take for so many tokens."""
+    """Returns what the choice and the next best take for so many tokens."""
     first, *_ = runs = made.explain().runs(tokens, price)
     title = f"{tokens:,.4g} tokens, {first.steps:,} steps, by formula"
     table = Table(title=title, title_justify="left")

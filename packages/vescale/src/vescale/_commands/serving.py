@@ -1,4 +1,4 @@
-"""What serves a model: the folder that others load, written beside its configuration, and checked."""
+"""Folders that others serve a model from: written beside its configuration, and checked."""
 
 from __future__ import annotations
 

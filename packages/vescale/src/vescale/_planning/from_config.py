@@ -11,13 +11,13 @@ from vescale_plans import Plan, PlanError, Precision
 from vescale_plans.search import Candidate, Structure, plan_of, sample_of, structure_of
 
 _SHARDED = ("fsdp_size", "dp_shard_size")
-"""What transformers and accelerate call the ranks over which FSDP shards."""
+"""Names that transformers and accelerate have for the ranks over which FSDP shards."""
 _BY_NAME = {
     "tp_plan": "model.tp_plan = {...}; vescale.Plan.from_huggingface(model, mesh=...)",
     "ep_plan": 'vescale.Plan(mesh=..., expert_axis="ep", experts={...})',
     "fsdp_plan": "vescale.Plan(mesh=..., zero=3)",
 }
-"""What names modules or parameters in a style of transformers', and what says it here."""
+"""Arguments that name modules or parameters in a style of transformers', and their counterparts here."""
 
 
 def is_config(plan: Any) -> bool:

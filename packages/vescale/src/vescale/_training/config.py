@@ -110,7 +110,7 @@ class Planning(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a generated plan has."""
+        """Settings that a generated plan has."""
         return {"pp": 1, "microbatches": 1, **self.pin} if self.reproducible else self.pin
 
 
