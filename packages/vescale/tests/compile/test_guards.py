@@ -229,13 +229,15 @@ def with_steps_inside(fields):
         loss.backward()
         found.append((loss.item(), *(p.grad.to_local().clone() for p in model.parameters() if p.grad is not None)))
     same = all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(*found, strict=True))
-    return same, vescale.explain_compile(model).eager
+    found = vescale.explain_compile(model)
+    return same, found.eager, found.graphs
 
 
-FIELDS = [{"precision": vescale.Precision(torch.bfloat16)}, {"checkpointing": {"blocks.*": True}}]
-
-
-@pytest.mark.parametrize("fields", FIELDS, ids=["precision", "checkpointing"])
-def test_a_model_with_steps_of_a_plan_inside_is_eager_and_says_which(fields):
-    ((same, (why,)),) = run_ranks(1, with_steps_inside, fields)
+def test_a_model_with_steps_of_a_plan_inside_is_eager_and_says_which():
+    ((same, (why,), _),) = run_ranks(1, with_steps_inside, {"precision": vescale.Precision(torch.bfloat16)})
     assert same and why.startswith("in each call of blocks.0, ")
+
+
+def test_checkpointed_blocks_are_graphs():
+    ((same, reasons, graphs),) = run_ranks(1, with_steps_inside, {"checkpointing": {"blocks.*": True}})
+    assert same and not reasons and graphs
