@@ -25,14 +25,20 @@ from vescale_trace.values import tensors_in
 
 from ..installed._replicas import first_bits, replica
 
-FIRST, EVERY = 3, 10
-"""Calls of which each is checked, and then one of how many."""
+FIRST, EVERY, FULL = 3, 10, 100
+"""Calls of which each is checked in full; then one of how many is checked, and one of how many in full."""
 _DRAWS, _DRIFTED, _APART = 1, 2, 4
 
 
-def is_turn(number: int) -> bool:
-    """True for the calls that are checked, counted from 0."""
-    return number < FIRST or number % EVERY == 0
+def is_full(number: int) -> bool:
+    """True for the calls that are checked in full, counted from 0."""
+    return number < FIRST or number % FULL == 0
+
+
+def is_turn(number: int, mesh: Mesh) -> bool:
+    """True for the calls that are checked. The numbers that ranks tell each other come from the device: one that runs
+    behind the host would be waited for, so there only those that are checked in full are."""
+    return is_full(number) or (mesh.device_type == "cpu" and number % EVERY == 0)
 
 
 class InStep:

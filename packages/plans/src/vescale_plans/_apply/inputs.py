@@ -53,12 +53,10 @@ from .._torch_private import (
 )
 from ..installed._replicas import check_replicas
 from .balance import Balance
-from .in_step import FIRST, InStep, differ, is_turn
+from .in_step import FIRST, InStep, differ, is_full, is_turn
 from .inference import writes_counted
 from .join import join, tensor_mesh
 
-_FULL_EVERY = 100
-"""Of so many calls one is checked in full, as the first are; in turns between, numbers that stand for some of it."""
 _calls_of: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()  # of `shard_batch`
 
 
@@ -118,13 +116,13 @@ class RootBoundary:
         if _current_graph_task_id() != -1 or is_checkpoint_selective():
             counts = False  # a checkpoint's first pass and its second must call the same functions
         self._calls += counts
-        checks = counts and is_turn(number)
+        checks = counts and is_turn(number, self._mesh)
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
         with DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
-            if checks and (self._in_step.enter((args, kwargs), number + 1) or _in_full(number)):
+            if checks and (self._in_step.enter((args, kwargs), number + 1) or is_full(number)):
                 check_agreement((args, kwargs), self._mesh)
                 check_replicas(root, self._mesh)
             if balance is not None:
@@ -168,10 +166,6 @@ class RootBoundary:
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
-
-
-def _in_full(number: int) -> bool:
-    return number < FIRST or number % _FULL_EVERY == 0
 
 
 def _lies_like(one: Tensor, other: Tensor) -> bool:
@@ -221,7 +215,7 @@ def shard_batch(plan: PlanFields, batch: Any) -> Any:
     mesh = mesh_of(tensor_mesh(plan))
     calls = _calls_of.get(mesh, 0)
     _calls_of[mesh] = calls + 1
-    if is_turn(calls) and (_in_full(calls) or differ(batch, mesh)):
+    if is_turn(calls, mesh) and (is_full(calls) or differ(batch, mesh)):
         check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
     return spread(batch, mesh, cuts_of(plan))
 
