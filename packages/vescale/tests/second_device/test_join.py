@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from vescale_dtensor.testing import slice_of
 
 SCRIPT = """
-import json, os, sys
+import faulthandler, json, os, sys
+faulthandler.dump_traceback_later(200, exit=True)  # where a rank stands that waits for ever
 from vescale_dtensor._second import register
 
 register()
@@ -55,7 +57,7 @@ dist.destroy_process_group()
 """
 
 
-def trained(tmp_path, backend, axis):
+def trained(tmp_path, backend, axis, tries=2):
     """What each rank of two tells."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -73,7 +75,14 @@ def trained(tmp_path, backend, axis):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    until = time.monotonic() + 240
+    while None in (ended := [rank.poll() for rank in ranks]) and not any(ended) and time.monotonic() < until:
+        time.sleep(0.1)
+    for rank in ranks:  # whoever waits for one that is gone
+        rank.kill()
+    said = [rank.communicate()[1] for rank in ranks]
+    if tries and any("EADDRINUSE" in one for one in said):  # somebody took the port in between
+        return trained(tmp_path, backend, axis, tries - 1)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
