@@ -388,6 +388,7 @@ def told():
     model = Net()
     kept = model.state_dict()
     before = kept["up.weight"].clone()
-    with pytest.warns(SharedMemoryWarning, match="4 tensors outside of the model"):
+    with pytest.warns(SharedMemoryWarning, match="4 tensors outside of the model") as said:
         parallelize(Plan(**ALONE), model)
+    assert [one.filename for one in said if one.category is SharedMemoryWarning] == [told.__code__.co_filename]
     assert torch.equal(kept["up.weight"], before)

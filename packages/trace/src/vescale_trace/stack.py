@@ -38,6 +38,11 @@ def is_users(frame: FrameType) -> bool:
     return module_of(frame).partition(".")[0] not in PACKAGES
 
 
+def users_level() -> int:
+    """Returns the `stacklevel` by which a warning of the caller shows the user's line, however deep it lies."""
+    return next((level for level, frame in enumerate(frames(sys._getframe(1)), 1) if is_users(frame)), 1)
+
+
 def user_line(frame: FrameType | None = None) -> str:
     """`file.py:12` of the innermost frame outside torch and these packages, from `frame` outwards, or the caller."""
     frame = frame or sys._getframe(1)

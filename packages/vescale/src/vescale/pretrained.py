@@ -139,14 +139,17 @@ def _joined(state: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, li
     """Returns what a checkpoint holds under published names, for `load`."""
     joined: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for key, model in state.items():
-        prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        places = {} if prefix == "." else places_of(model)
-        for name, one in model.state_dict().items() if prefix != "." else ():
+        if not (prefix := getattr(model, "base_model_prefix", "")):
+            continue
+        prefix += "."
+        missing = {name: one for name, one in model.state_dict().items() if f"{key}.{name}" not in shapes}
+        places = places_of(model) if missing else {}
+        for name, one in missing.items():
             begin = (0,) * one.ndim  # a model's base is published without the model, or the model for the base
             ways = (
                 [places[name]] if name in places else [[(name.removeprefix(prefix), begin)], [(prefix + name, begin)]]
             )
             for parts in ([(f"{key}.{published}", begin) for published, begin, *_ in way] for way in ways):
-                if f"{key}.{name}" not in shapes and all(part in shapes for part, _ in parts):
+                if all(part in shapes for part, _ in parts):
                     joined.setdefault(f"{key}.{name}", parts)
     return joined

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import attach, forget_all, local_only, set_reduced_grad
+from vescale_trace.stack import users_level
 
 from .._calls.chain import clear, drop_empty
 from .._capture.explain import compiled
@@ -85,7 +86,7 @@ def reshape(model: nn.Module, optimizer: Optimizers, plan: Plan, *, move: Move) 
             "reshape: tensors outside of the model lie in the memory that its parameters had under the old plan. They "
             "keep their current values, and that memory. Delete them, or clone() those that you need.",
             SharedMemoryWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     return moved
 

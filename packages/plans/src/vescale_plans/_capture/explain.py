@@ -8,6 +8,7 @@ from math import prod
 from torch import nn
 
 from vescale_dtensor.engine import Mesh, mesh_of
+from vescale_trace.stack import users_level
 
 from .._apply.blocks import blocks_of
 from .._plan.parts import PlanError
@@ -98,7 +99,7 @@ def compiled(model: nn.Module, backend: str = "inductor") -> None:
     splits the backward."""
     held = model._vescale
     if _is_split(model):
-        warnings.warn(f"{type(model).__name__} runs eagerly: {_SPLIT}", CompileWarning, stacklevel=4)
+        warnings.warn(f"{type(model).__name__} runs eagerly: {_SPLIT}", CompileWarning, stacklevel=users_level())
     else:
         held.captured = Regions(model, mesh_of(held.device_mesh), backend)
 

@@ -51,7 +51,7 @@ def operations(request: Request) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """What training on so many positions takes.
+    """A training on so many positions: steps, time, money.
 
     Arguments:
         candidate: what is trained by.

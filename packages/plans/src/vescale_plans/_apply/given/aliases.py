@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_rng import is_deferred
+from vescale_trace.stack import users_level
 
 from ..._plan.parts import PlanError
 from ..._torch_private import owners_of
@@ -65,7 +66,7 @@ def check_aliases(model: nn.Module) -> None:
         f"({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}). They keep their current values, and "
         "the memory: parameters live in shards from here on. Delete them, or clone() those that you need.",
         SharedMemoryWarning,
-        stacklevel=4,
+        stacklevel=users_level(),
     )
 
 
