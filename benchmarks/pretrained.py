@@ -21,7 +21,6 @@ line is one JSON object.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -99,9 +98,9 @@ def read(library: str, case: str, folder: str) -> dict[str, float]:
 
 def run(*given: str) -> list[dict[str, float]]:
     """What two new processes take."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from vescale_dtensor.testing import free_port
+
+    port = free_port()
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

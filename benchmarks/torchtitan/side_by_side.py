@@ -21,7 +21,6 @@ import os
 import platform
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,8 @@ from typing import Any
 
 from lines import lines
 from setting import LAYOUTS
+
+from vescale_dtensor.testing import free_port
 
 HERE = Path(__file__).absolute().parent
 TOP = HERE.parents[1]
@@ -97,12 +98,6 @@ class Contender:
         for rank in self.ranks:
             rank.kill()
             rank.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def their_python() -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from vescale_checkpoint import CheckpointError, load, save
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import free_port, mesh_of, run_ranks
 
 DEADLINE_S = 60
 
@@ -56,9 +56,7 @@ def bucket():
     """The URL of an empty bucket of a server that lives as long as the test; skips where moto or s3fs is missing."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     where = f"http://127.0.0.1:{port}"
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
     try:

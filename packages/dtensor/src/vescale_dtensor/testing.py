@@ -47,6 +47,7 @@ from ._test_kit import worker
 from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.fitting import fitting
 from ._test_kit.live_bytes import LiveBytes
+from ._test_kit.ports import free_port
 from ._test_kit.python_state import programs as python_state_programs
 from ._test_kit.slices import in_turns, slice_of
 from ._test_kit.worker import Answer, dumps, loads
@@ -64,6 +65,7 @@ __all__ = [
     "dumps",
     "fake_world",
     "fitting",
+    "free_port",
     "in_turns",
     "loads",
     "mesh_of",

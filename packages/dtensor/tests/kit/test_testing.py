@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -31,6 +32,7 @@ from vescale_dtensor.testing import (
     RankTimeout,
     assert_ranks_agree,
     fake_world,
+    free_port,
     in_turns,
     mesh_of,
     pool,
@@ -666,3 +668,11 @@ def test_a_difference_is_located(a: object, b: object, difference: str) -> None:
 def test_the_examples_in_docstrings_hold() -> None:
     failed, tried = doctest.testmod(vescale_dtensor.testing)
     assert (failed, tried) == (0, 3)
+
+
+def test_a_free_port_is_none_that_connections_are_given() -> None:
+    found = {free_port() for _ in range(20)}
+    assert len(found) > 10 and max(found) < 32768
+    for port in found:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))

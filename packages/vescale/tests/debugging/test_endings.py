@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from vescale_dtensor.testing import in_turns
+from vescale_dtensor.testing import free_port, in_turns
 
 RANKS = 2
 SCRIPT = """
@@ -71,9 +70,7 @@ def ended(tmp_path, kind, case, patience=90):
     where rank 0 is killed."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), kind, case]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from vescale_dtensor._communication.hangs.deadlock import deadlocked
 from vescale_dtensor._communication.hangs.disagreements import compared
-from vescale_dtensor.testing import in_turns
+from vescale_dtensor.testing import free_port, in_turns
 
 SCRIPT = """
 import os, sys, time, datetime
@@ -31,12 +30,6 @@ for step in range(4):
     loss.backward()  # where the others wait
     optimizer.step()
 """
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def hang(tmp_path, odd):

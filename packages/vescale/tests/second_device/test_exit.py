@@ -1,11 +1,10 @@
 """At a process's end nothing that is partial holds it: NCCL, and the second device as it, wait for that for good."""
 
 import os
-import socket
 import subprocess
 import sys
 
-from vescale_dtensor.testing import in_turns
+from vescale_dtensor.testing import free_port, in_turns
 
 SCRIPT = """
 import atexit, os, sys, threading, time
@@ -55,9 +54,7 @@ def ended(tmp_path, case):
     """Exit status and stderr of both ranks."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
         "VESCALE_SECOND_HANG_SECONDS": "300", "PYTHONPATH": os.pathsep.join(sys.path),

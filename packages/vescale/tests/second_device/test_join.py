@@ -3,7 +3,6 @@ host."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import slice_of
+from vescale_dtensor.testing import free_port, slice_of
 
 SCRIPT = """
 import faulthandler, json, os, sys
@@ -57,13 +56,11 @@ dist.destroy_process_group()
 """
 
 
-def trained(tmp_path, backend, axis, tries=2):
+def trained(tmp_path, backend, axis):
     """What each rank of two tells."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -81,8 +78,6 @@ def trained(tmp_path, backend, axis, tries=2):
     for rank in ranks:  # whoever waits for one that is gone
         rank.kill()
     said = [rank.communicate()[1] for rank in ranks]
-    if tries and any("EADDRINUSE" in one for one in said):  # somebody took the port in between
-        return trained(tmp_path, backend, axis, tries - 1)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
