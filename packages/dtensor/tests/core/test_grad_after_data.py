@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
+from vescale_dtensor import GradientError, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()
@@ -118,3 +118,36 @@ def kinds():
 
 def test_reduced_gradients_graphs_dtypes_and_shapes():
     assert all(run_ranks(2, kinds))
+
+
+def with_a_loss_held(before, after):
+    """Returns gradients, what a hook saw, and whether the graph of before is refused, which somebody holds."""
+    mesh = mesh_of(2)
+    value, x = torch.ones(4, 6), torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(0))
+    p = nn.Parameter(distribute_tensor(value, mesh, [before]))
+    batch, seen = distribute_tensor(x, mesh, [Shard(0)]), []
+    p.register_hook(lambda gradient: seen.append(full(gradient)))
+    held = (batch * p).sum()
+    held.backward(retain_graph=True)
+    p.data = distribute_tensor(value * 2, mesh, [after])
+    (batch * p).sum().backward()
+    seen.append(full(p.grad) / 2)
+    told = len(seen)
+    if before != after:
+        with pytest.raises(GradientError, match="before the tensor was given data that lie otherwise"):
+            held.backward()
+    del seen[told:]  # of what is refused a hook has heard already
+
+    q = nn.Parameter(distribute_tensor(value, mesh, [before]))
+    y = q * 1
+    y.data = distribute_tensor(value * 2, mesh, [after])
+    (batch * y * y).sum().backward()
+    seen.append(full(q.grad) / 4)
+    for one in seen:
+        torch.testing.assert_close(one, x.sum(0))
+    return len(seen)
+
+
+@pytest.mark.parametrize("before, after", layouts((4, 6)))
+def test_who_holds_a_loss_keeps_no_shape_of_before(before, after):
+    assert run_ranks(2, with_a_loss_held, before, after) == [4, 4]

@@ -18,7 +18,16 @@ from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
 from .._layouts.layout import Layout
 from .._layouts.state import INVARIANT, REPLICATE
-from .tensor import DTensor, attach, drop_gradients, local_only, plain_grad, set_plain_grad, set_reduced_grad
+from .tensor import (
+    DTensor,
+    attach,
+    drop_gradients,
+    local_only,
+    plain_grad,
+    set_plain_data,
+    set_plain_grad,
+    set_reduced_grad,
+)
 
 
 def grad_of(tensor: DTensor) -> DTensor | None:
@@ -158,6 +167,35 @@ def move_grad(tensor: DTensor, held: DTensor) -> None:
     set_reduced_grad(tensor, moved)
 
 
+def leave_graphs(tensor: DTensor) -> None:
+    """Parts a leaf from the graphs that were made of it, for it is to lie otherwise: autograd measures the gradients of
+    a leaf by one shape for as long as somebody holds such a graph, a loss perhaps. What one of them brings later is
+    refused, unless the leaf lies as it did."""
+    before = tensor._layout.base.gradient
+    with local_only():
+        if not tensor.requires_grad:
+            return
+        with torch.enable_grad():
+            node = tensor.view_as(tensor).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda _: _check_lies(tensor, before))
+        # torch makes a leaf's node anew for another dtype, and for no other shape
+        set_plain_data(tensor, tensor.new_empty(0, dtype=torch.half if tensor.dtype is not torch.half else torch.float))
+
+
+def _check_lies(tensor: DTensor, layout: Layout) -> None:
+    now = layout_of_gradient(tensor)
+    if now is not layout:
+        raise GradientError(
+            "backward",
+            "it runs through a graph that was made before the tensor was given data that lie otherwise",
+            [f"gradient, as computed  {layout!r}", f"gradient of the tensor now  {now!r}"],
+            [
+                ("loss.backward() before tensor.data = value", ""),
+                ("tensor.data = value.redistribute(tensor.placements)", "the tensor lies as it did"),
+            ],
+        )
+
+
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
     """`value` in the gradient layout of `tensor`; a plain value counts as the whole gradient, alike on all ranks.
 
@@ -211,10 +249,14 @@ def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
     tensor, hook = args
     layout = layout_of_gradient(tensor)
+    with local_only():
+        is_leaf = tensor.is_leaf
 
     def wrapped(gradient: Tensor) -> Tensor | None:
-        owner = tensor.__dict__.get("_owner")  # another one, once a model has another plan
-        seen = attach(alias(gradient), layout if owner is None else owner.full_layout.gradient)
+        lies = layout_of_gradient(tensor) if is_leaf else layout  # a leaf may be given data that lie otherwise
+        if is_leaf and tuple(gradient.shape) != lies.local_shape:
+            _check_lies(tensor, layout)
+        seen = attach(alias(gradient), lies)
         answer = hook(seen)
         if answer is None:
             return None

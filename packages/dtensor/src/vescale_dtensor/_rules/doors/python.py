@@ -12,12 +12,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..._conversions.convert import alias, convert_plain
+from ..._conversions.convert import alias, convert, convert_plain
 from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
 from ..._dispatch.copies import copied_side
 from ..._errors import OperatorError
-from ..._tensor.gradient import grad_of, move_grad
+from ..._tensor.gradient import grad_of, leave_graphs, move_grad
 from ..._tensor.loans import borrow
 from ..._tensor.tensor import DTensor, attach, attributes_beside, local_only
 from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
@@ -141,8 +141,15 @@ def set_data(function, args, kwargs):
         if tuple(value.shape) != layout.shape:
             layout = layout.with_shape(tuple(value.shape)).invariant
         value = convert_plain(value, layout.mesh, layout, "Tensor.data")
+    layout, held = tensor._layout.base, None
+    with local_only():
+        is_leaf = tensor.is_leaf
+    if not is_leaf and value._layout.shape == layout.shape:  # autograd goes by the layout that it was computed in
+        value = convert(value.detach(), layout, "Tensor.data")
     forget(tensor)
-    held = grad_of(tensor) if tensor._layout.base.gradient is not value._layout.base.gradient else None
+    if is_leaf and layout.gradient is not value._layout.base.gradient:
+        held = grad_of(tensor)
+        leave_graphs(tensor)
     with local_only():
         Tensor.data.__set__(tensor, value.detach())
     tensor._layout = value._layout.base
