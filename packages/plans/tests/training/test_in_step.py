@@ -141,6 +141,56 @@ def test_one_rank_writes_a_weight_after_the_first_calls(plan):
     assert "different values on rank 1" in raises_on_all(plan.mesh.get("dp", 1) * 2, PlainTensorError, run)
 
 
+STATES = ("exp_avg", "exp_avg_sq")
+FLIPS = {  # the plan, and of what all ranks along an axis hold the same for good
+    "dp": (Plan({"dp": 4}, {"*": {}}), ("", *STATES)),
+    "dp-tp": (Plan({"dp": 2, "tp": 2}, CUT, boundaries=TP.boundaries), ("", *STATES)),
+    "zero-1": (Plan({"dp": 2, "tp": 2}, {"*": {}}, zero=1), STATES),
+    "zero-3": (Plan({"dp": 2, "tp": 2}, {"*": {}}, zero=3), STATES),
+}
+
+
+def flipped(plan, kind, rank, step, bit, chosen):
+    """Flips a bit on one rank in the middle of a training. Returns the tensor's name, there, and the error's text."""
+    model, optimizer = parallelize(plan, made(), torch.optim.AdamW)
+    flips = []
+
+    def between(at):
+        if at == step and torch.distributed.get_rank() == rank:
+            of = {name: optimizer.state[one][kind] if kind else one.detach() for name, one in model.named_parameters()}
+            held = {name: one.to_local().view(-1) for name, one in of.items() if Replicate() in one.placements}
+            held = {name: one for name, one in held.items() if one.numel()}
+            flips.append([*held][chosen % len(held)])
+            held[flips[0]].view(torch.int32)[-1:] ^= 1 << bit
+
+    with pytest.raises(PlainTensorError) as error:
+        trained(model, optimizer, 25, between)
+    return flips, str(error.value)
+
+
+def flips(plan, cases):
+    return [flipped(plan, *case) for case in cases]
+
+
+@pytest.mark.parametrize("case", FLIPS)
+def test_a_flipped_bit_is_named(case):
+    plan, kinds = FLIPS[case]
+    draw = random.Random(case)
+    cases = []
+    for kind in draw.choices(kinds, k=13):
+        bit = draw.randrange(20 if kind else 0, 28)  # a state rounds its low bits away
+        cases.append((kind, draw.randrange(4), draw.randrange(1, 15), bit, draw.randrange(100)))
+    results = run_ranks(4, flips, plan, cases)
+    for at, (kind, rank, step, *_) in enumerate(cases):
+        (name,), text = results[rank][at]
+        what = f"the state {kind!r} of {name!r}" if kind else f"the parameter {name!r}"
+        assert f"model: {what} has different values on rank" in text
+        found, last = map(int, re.search(r"at call (\d+) of the model, alike at call (\d+)", text).groups())
+        assert last <= step < found <= last + 10
+        odd, other = map(int, re.search(r"on rank (\d+) of .* than on rank (\d+)", text).groups())
+        assert rank == odd if case == "dp" else rank in (odd, other)
+
+
 @pytest.mark.parametrize("kind", [nn.Sequential, Recomputed])
 @pytest.mark.parametrize("plan", [TP, BOTH], ids=["tp", "dp-tp"])
 def test_what_ranks_may_draw_apart(plan, kind):

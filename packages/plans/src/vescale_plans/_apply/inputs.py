@@ -51,7 +51,6 @@ from .._torch_private import (
     is_checkpoint_selective,
     is_traceable_wrapper_subclass,
 )
-from ..installed._replicas import check_replicas
 from .balance import Balance
 from .in_step import FIRST, InStep, differ, is_full, is_turn
 from .inference import writes_counted
@@ -122,9 +121,11 @@ class RootBoundary:
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
         with DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
-            if checks and (self._in_step.enter((args, kwargs), number + 1) or is_full(number)):
+            is_apart = checks and self._in_step.enter((args, kwargs), number + 1)
+            if is_apart or checks and is_full(number):
                 check_agreement((args, kwargs), self._mesh)
-                check_replicas(root, self._mesh)
+            if is_apart:
+                self._in_step.check_replicas(number + 1)
             if balance is not None:
                 balance.look_at(kwargs)
             with writes_counted():

@@ -71,6 +71,7 @@ def bind(optimizer: Any, data_parallel: DataParallel) -> None:
     """The optimizer steps on these buckets from here on."""
     kind = type(optimizer).__bases__[1]
     optimizer._parallel = data_parallel
+    data_parallel.optimizers.append(weakref.ref(optimizer))
     optimizer._owners, optimizer._exchange, optimizer._is_inside, optimizer._twin = None, None, False, {}
     is_elementwise = not optimizer._on_dtensors and kind not in MATRIX
     if not is_elementwise and any(bucket.offloads for unit in data_parallel.units for bucket in unit.buckets):

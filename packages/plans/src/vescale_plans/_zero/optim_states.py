@@ -173,6 +173,12 @@ class ShardedStates:
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
+    def named_states(self) -> Iterator[tuple[str, DTensor]]:
+        """Yields what is a tensor of its parameter's shape, with what an error calls it."""
+        for parameter, values in self.state.items():
+            name = self._parameter_names.get(id(parameter), "a parameter that is not the model's")
+            yield from ((f"the state {key!r} of {name!r}", one) for key, one in values.items() if type(one) is DTensor)
+
     def shown_states(self) -> dict[Tensor, dict[str, Any]]:
         """States between steps, as DTensors where they are of a parameter's shape. Raises PlanError for other tensors
         of an optimizer that steps on parts: how they go with the parts is not known."""

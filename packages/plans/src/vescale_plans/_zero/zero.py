@@ -63,6 +63,7 @@ class DataParallel:
     ) -> None:
         """`closed`: lists whose members are no blocks, for not all ranks run them."""
         self.sharing = sharing
+        self.optimizers: list[weakref.ref] = []  # that step on the buckets
         self.units = units_of(model, sharing, rows or {}, closed)
         self._params: dict[Tensor, ShardedParameter] = {}
         for unit in self.units:

@@ -1,4 +1,5 @@
-"""Checks that replicas of a parameter are still alike: code that writes a weight on one rank alone gets an error.
+"""Checks that replicas are still alike: code that writes a weight on one rank alone gets an error, and
+memory that loses a bit.
 
 An element that one rank alone holds (a shard over tensor-parallel ranks, a part under ZeRO-3) has no replica, so that
 what is written to it by its owner alone is a value like any other: `vescale.compare` of two runs finds that.
@@ -6,8 +7,9 @@ what is written to it by its owner alone is a value like any other: `vescale.com
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,56 +23,73 @@ _LOOKED_AT = 1 << 16
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas(root: nn.Module, mesh: Mesh) -> None:
-    """Raises PlainTensorError, on all ranks alike, when ranks that hold the same part of a parameter hold other values.
+class Replicas:
+    """The tensors of a model, and of the optimizers that step on it, of which several ranks hold the same part."""
 
-    Cost: this rank's parameters are read once, the host waits once, and two small all-gathers per mesh axis.
-    """
-    names = [name for name, one in root.named_parameters() if _is_replicated(one, mesh)]
-    if not names or mesh.device_mesh is None:
-        return
-    held = dict(root.named_parameters())
-    if any(held[name].is_meta for name in names):
-        return
-    sums = _digests([held[name] for name in names], lambda bits: bits.sum(dtype=torch.int64))
-    kept = {axis: [at for at, name in enumerate(names) if _copies(held[name], axis)] for axis in range(mesh.ndim)}
-    own = tuple(zlib.crc32(repr([sums[at] for at in kept[axis]]).encode()) for axis in range(mesh.ndim))
-    odd = fold_objects(_odd(own, mesh), _least, mesh)
-    if odd is None:
-        return
-    other, axis, first = odd
-    here = place_of(mesh.coordinate, mesh)
-    told = fold_objects({here: sums} if here in (first, other) else {}, _merged, mesh)  # all have seen the same
-    apart = [names[at] for at in kept[axis] if told[first][at] != told[other][at]]
-    raise PlainTensorError(
-        "model",
-        f"the parameter {apart[0]!r} has different values on rank {other} of {mesh} than on rank {first}, which holds "
-        "the same part of it: a weight was written on only some ranks, or with different values",
-        [f"parameters that differ  {len(apart)} of {len(names)}"],
-        [
-            ("write it on every rank, by the same values", "no `if rank == 0:` around what changes weights"),
-            ("vescale.load(path, {'model': model})", "on every rank: weights of a checkpoint"),
-        ],
-    )
+    def __init__(self, root: nn.Module, mesh: Mesh) -> None:
+        self._root, self._mesh = root, mesh
+
+    def digests(self) -> list[int]:
+        """Returns a number per axis, the same on ranks whose tensors are alike along it. Reads all of them once, for
+        which the host waits; no communication."""
+        held = self._held()
+        sums = _digests([tensor for _, tensor in held], _sum_of_bits)
+        return [hash(tuple(one for one, (_, held) in zip(sums, held) if _copies(held, axis)))
+                for axis in range(self._mesh.ndim)]  # fmt: skip
+
+    def check(self, when: str) -> None:
+        """Raises PlainTensorError, on all ranks alike, if ranks hold other values of what is the same part of a tensor.
+
+        Arguments:
+            when: between which calls of the model that came to be.
+
+        Cost: as of `digests`, and two small all-gathers per mesh axis.
+        """
+        held = dict(self._held())
+        sums = dict(zip(held, _digests(list(held.values()), _sum_of_bits)))
+        kept = [{name: sums[name] for name, one in held.items() if _copies(one, axis)}
+                for axis in range(self._mesh.ndim)]  # fmt: skip
+        odd = fold_objects(_odd(kept, [*held], self._mesh), _least, self._mesh)
+        if odd is None:
+            return
+        _, other, axis, first = odd
+        here = place_of(self._mesh.coordinate, self._mesh)
+        told = fold_objects({here: sums} if here in (first, other) else {}, _merged, self._mesh)  # all know the same
+        apart = [name for name in kept[axis] if told[first][name] != told[other][name]]
+        raise PlainTensorError(
+            "model",
+            f"{apart[0]} has different values on rank {other} of {self._mesh} than on rank {first}, which holds the "
+            f"same part of it{when}: it was written on only some ranks, or with different values, or memory is broken",
+            [f"tensors that differ  {len(apart)} of {len(kept[axis])}", *apart[1:4]],
+            [
+                ("write it on every rank, by the same values", "no `if rank == 0:` around what changes weights"),
+                ("vescale.load(path, {'model': model})", "on every rank: weights of a checkpoint"),
+            ],
+        )
+
+    def _held(self) -> list[tuple[str, DTensor]]:
+        """Returns them in an order that all ranks share, each with what an error calls it."""
+        named = sorted(self._states(), key=lambda named: named[0])  # first, for they part parameters, and not reversely
+        named += [(f"the parameter {name!r}", one) for name, one in self._root.named_parameters()]
+        named += [(f"the buffer {name!r}", one) for name, one in self._root.named_buffers()]
+        sizes = self._mesh.sizes
+        return [
+            (name, one)
+            for name, one in named
+            if type(one) is DTensor
+            and not one.is_meta
+            and any(size > 1 and _copies(one, axis) for axis, size in enumerate(sizes))
+        ]
+
+    def _states(self) -> Iterator[tuple[str, Any]]:
+        held = getattr(self._root, "_vescale", None)
+        for optimizer in () if held is None else [made() for made in held.sync.optimizers]:
+            if optimizer is not None:
+                yield from optimizer.named_states()
 
 
-def _copies(parameter: Tensor, axis: int) -> bool:
-    return parameter._layout.base.states[axis] in (INVARIANT, REPLICATE)
-
-
-def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
-    return type(parameter) is DTensor and any(
-        size > 1 and _copies(parameter, axis) for axis, size in enumerate(mesh.sizes)
-    )
-
-
-def replica(root: nn.Module, mesh: Mesh, turn: int) -> tuple[list[int], list[int]]:
-    """Digests one replicated parameter, another in each turn, and says along which axes ranks hold the same; of an
-    empty list if there is none."""
-    held = list(root.parameters())
-    turned = (held[(turn + at) % len(held)] for at in range(len(held)))
-    one = next((one for one in turned if _is_replicated(one, mesh)), None)
-    return ([], []) if one is None else (first_bits([one]), [axis for axis in range(mesh.ndim) if _copies(one, axis)])
+def _copies(tensor: DTensor, axis: int) -> bool:
+    return tensor._layout.base.states[axis] in (INVARIANT, REPLICATE)
 
 
 def first_bits(tensors: Sequence[Tensor]) -> list[int]:
@@ -82,6 +101,16 @@ def first_bits(tensors: Sequence[Tensor]) -> list[int]:
     ]
     places = lambda bits: torch.arange(1, len(bits) + 1, device=bits.device)
     return _digests(looked, lambda bits: (bits[:_LOOKED_AT] * places(bits[:_LOOKED_AT])).sum())
+
+
+def _sum_of_bits(bits: Tensor) -> Tensor:
+    """Adds all bits, taken as the widest integers that they are aligned for."""
+    size = bits.element_size()
+    wide = 8 // size
+    if bits.storage_offset() * size % 8 or bits.numel() < wide:
+        return bits.sum(dtype=torch.int64)
+    whole = bits.numel() // wide * wide
+    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
 
 
 def _digests(tensors: Sequence[Tensor], digest: Callable[[Tensor], Tensor]) -> list[int]:
@@ -98,21 +127,25 @@ def _digests(tensors: Sequence[Tensor], digest: Callable[[Tensor], Tensor]) -> l
     return [found[at] for at in range(len(tensors))]
 
 
-def _odd(own: Sequence[int], mesh: Mesh) -> tuple[int, int, int] | None:
-    """Along one of this rank's lines: the first rank, by its place in the mesh, that says another thing than the first
-    of the line does; the axis; and that first rank."""
+def _odd(own: Sequence[dict[str, int]], names: Sequence[str], mesh: Mesh) -> tuple[int, int, int, int] | None:
+    """Along one of this rank's lines: the place of the first tensor of which ranks hold other values; the first rank,
+    by its place in the mesh, whose are other than those of most of the line; the axis; and the first of those."""
     found = []
-    for axis, said in enumerate(own):
-        line = line_objects(said, mesh, axis)
-        at = next((at for at, theirs in enumerate(line) if theirs != line[0]), None)
-        if at is not None:
-            here = mesh.coordinate
-            first, other = (place_of((*here[:axis], one, *here[axis + 1 :]), mesh) for one in (0, at))
-            found.append((other, axis, first))
+    for axis, sums in enumerate(own):
+        line = line_objects(sums, mesh, axis)
+        for name in sums:
+            values = [theirs[name] for theirs in line]
+            ((most, count),) = Counter(values).most_common(1)
+            if count < len(line):
+                places = values.index(most), next(at for at, one in enumerate(values) if one != most)
+                here = mesh.coordinate
+                first, other = (place_of((*here[:axis], at, *here[axis + 1 :]), mesh) for at in places)
+                found.append((names.index(name), other, axis, first))
+                break
     return min(found, default=None)
 
 
-def _least(parts: list) -> tuple[int, int, int] | None:
+def _least(parts: list) -> tuple[int, int, int, int] | None:
     return min((part for part in parts if part is not None), default=None)
 
 
