@@ -8,7 +8,7 @@ alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +40,18 @@ class Lacking(NamedTuple):
     piece: Piece | None = None
 
 
-def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Report:
+def reshard(
+    source: Mapping[str, Any],
+    target: MutableMapping[str, Any],
+    *,
+    over: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> Report:
     """Fills the state `target` from the state `source`; both are in the same world, under different plans. Call it on
     every rank.
 
     Both are states as for `save` and `load`: {"model": model, "optimizer": optimizer, ...}. Every value is transferred
     bit for bit, without a disk. Both states are in memory meanwhile, plus the bytes of one round. The report's
-    `bytes_read` are those that came from other ranks.
+    `bytes_read` are those that came from other ranks. `over` goes over the rounds, and may show how far they are.
 
     Raises MismatchError, UnsafeError or PeerError on all ranks alike. Communication: each byte that a rank needs and
     does not hold, once, in all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that each rank
@@ -68,7 +73,7 @@ def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Repo
         lacking[session.rank] = mine
         writes = [_by_name(plan_writes(catalogue.entries, rank)) for rank in range(session.size)]
         moved = 0
-        for parts in _rounds(lacking):
+        for parts in over(list(_rounds(lacking))):
             moved += _round(parts, session.rank, writes, flats)
         restore.apply()
         session.gather("moved")

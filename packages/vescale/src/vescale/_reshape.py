@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ import vescale_checkpoint
 import vescale_plans
 from vescale_dtensor import DTensor
 from vescale_plans import Plan
+from vescale_plans.search.progress import Bar
 
 
 def reshape(
@@ -35,7 +37,7 @@ def reshape(
         new_plan: any without a pipeline, over as many ranks as the world has: other axes, placements, ZeRO stage,
             experts' axis, precision, checkpointing.
 
-    Returns the bytes that this rank received.
+    Returns the bytes that this rank received. Above a second a bar on the first rank's terminal says how far it is.
 
     Communicates: each byte that a rank needs and does not hold, once, in all-to-alls; a few small all-gathers, of the
     plan and of what each rank lacks. Memory: old and new shards, and thrice 8 MiB.
@@ -46,4 +48,5 @@ def reshape(
 
 
 def _moved(source: Mapping[str, dict[str, DTensor]], target: Mapping[str, dict[str, DTensor]]) -> int:
-    return vescale_checkpoint.reshard(source, dict(target)).bytes_read
+    with Bar() as bar:
+        return vescale_checkpoint.reshard(source, dict(target), over=partial(bar.over, "moving shards")).bytes_read

@@ -1,18 +1,21 @@
 """What a program holds of a model stays valid when its plan changes; what moves, and what is refused."""
 
 import copy
+import io
 import warnings
 from collections import OrderedDict
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import vescale
-from vescale import InterleavedShard, Plan, PlanError, Precision, RaggedShard, Replicate, Shard
+from vescale import InterleavedShard, Plan, PlanError, Precision, RaggedShard, Replicate, Shard, _reshape
 from vescale_checkpoint import _live_reshard
 from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
+from vescale_plans.search.progress import Bar
 
 warm_up("vescale")
 
@@ -364,3 +367,18 @@ def test_peak_memory_is_old_and_new_shards():
     for found in run_ranks(4, peaks, pairs):
         for (old, new), (_, after, more) in zip(pairs, found, strict=True):
             assert more <= after + (bucket if new.zero == 3 else 0) + 16 * (1 << 14), (old, new, found)
+
+
+def what_a_terminal_shows():
+    _live_reshard.ROUND_BYTES, text = 1 << 14, io.StringIO()
+    terminal = Console(file=text, force_terminal=True, width=80)
+    model, optimizer = vescale.parallelize(PLANS[2], nn.Linear(512, 512), partial(torch.optim.SGD, lr=0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_reshape, "Bar", lambda: Bar(terminal, after=0.0))
+        vescale.reshape(model, optimizer, PLANS[0])
+    return text.getvalue()
+
+
+def test_a_bar_says_how_far_a_move_is():
+    first, *_ = run_ranks(4, what_a_terminal_shows)
+    assert "moving shards" in first
