@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+DIST := .venv-dist
 
 # The meta package last: the six that it requires come before it, in the same pip call.
 PACKAGES := trace dtensor rng plans pipeline checkpoint vescale
@@ -62,8 +63,8 @@ docs: $(STAMP) ## build the documentation with a reference of every public name,
 smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
 	@$(RUN) tools/fresh_install.py
 
-dist: $(STAMP) ## build a wheel and a source archive of every package, into dist/
-	@$(RUN) tools/make_dist.py dist
+dist: $(DIST)/.installed ## build a wheel and a source archive of every package, into dist/; needs no torch
+	@$(DIST)/bin/python tools/make_dist.py dist
 
 newcomer: $(STAMP) ## from built wheels alone: train, save, go on under another mesh, export, generate
 	@$(RUN) tools/newcomer.py
@@ -72,7 +73,12 @@ gpu: ## on a machine with a GPU, offline, with its own torch (PYTHON=...): every
 	@PYTHONPATH=tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu $(PARTS)
 
 clean: ## remove .venv; the next target makes it again
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) $(DIST)
+
+$(DIST)/.installed: Makefile constraints.txt
+	@$(PYTHON) -m venv --clear $(DIST)
+	@$(DIST)/bin/python -m pip install -q -c constraints.txt $(BUILD_TOOLS)
+	@touch $@
 
 $(STAMP): $(STAMP_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,6 +1,8 @@
 """What goes to an index is whole, and enough for somebody who has nothing else."""
 
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,13 @@ def test_from_the_source_archives_come_whole_wheels(packages, tmp_path):
     for package, wheel in zip(chosen, wheels, strict=True):
         check_wheel(package, wheel)
     assert len(list(tmp_path.glob("*.tar.gz"))) == len(chosen)
+
+
+def test_extras_that_pages_and_errors_name_exist():
+    pages = [*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md"), *(TOP / "packages/vescale/src").rglob("*.py")]
+    named = {name for page in pages for name in re.findall(r"vescale\[(\w+)\]", page.read_text())}
+    project = tomllib.loads((TOP / "packages/vescale/pyproject.toml").read_text())["project"]
+    assert {"hf", "train", "notebook"} <= named <= set(project["optional-dependencies"])
 
 
 @in_turns(3)
