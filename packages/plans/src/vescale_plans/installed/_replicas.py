@@ -1,5 +1,5 @@
-"""Checks that replicas are still alike: code that writes a weight on one rank alone gets an error, and
-memory that loses a bit.
+"""Checks that replicas are still alike: an error for code that writes a weight on one rank alone, and for memory that
+loses a bit.
 
 An element that one rank alone holds (a shard over tensor-parallel ranks, a part under ZeRO-3) has no replica, so that
 what is written to it by its owner alone is a value like any other: `vescale.compare` of two runs finds that.
@@ -77,6 +77,7 @@ class Replicas:
             (name, one)
             for name, one in named
             if type(one) is DTensor
+            and one._layout.mesh is self._mesh
             and not one.is_meta
             and any(size > 1 and _copies(one, axis) for axis, size in enumerate(sizes))
         ]
