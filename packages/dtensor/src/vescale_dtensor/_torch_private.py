@@ -261,15 +261,16 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
-def backend_timeouts() -> list[float]:
-    """Returns how long each backend of the default group waits, s. Instead: a public property.
+def backend_timeouts(group: dist.ProcessGroup | None = None) -> list[float]:
+    """Returns how long each backend of a group waits, or of the default one, s. Instead: a public property.
 
     A backend that keeps it to itself is left out.
     """
-    found = []
-    for device in dist.group.WORLD._device_types:  # type: ignore[union-attr]
+    found, group = [], group or dist.group.WORLD
+    for device in group._device_types:  # type: ignore[union-attr]
         with contextlib.suppress(RuntimeError, AttributeError):
-            found.append(dist.group.WORLD._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+            backend = dist.ProcessGroup._get_backend(group, device)  # type: ignore[arg-type]
+            found.append(backend.options._timeout.total_seconds())
     return found
 
 

@@ -5,12 +5,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
 
+from vescale_dtensor._communication.endings import close
+from vescale_dtensor._communication.hangs import hang
 from vescale_dtensor._communication.hangs.deadlock import deadlocked
 from vescale_dtensor._communication.hangs.disagreements import compared
-from vescale_dtensor.testing import free_port, in_turns
+from vescale_dtensor._communication.hangs.words import Word, last_seen, say
+from vescale_dtensor.testing import free_port, in_turns, run_ranks
 
 SCRIPT = """
 import os, sys, time, datetime
@@ -32,7 +38,7 @@ for step in range(4):
 """
 
 
-def hang(tmp_path, odd):
+def hung(tmp_path, odd):
     """What two ranks of SCRIPT write: their files, and their stderr."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(odd=odd))
@@ -54,7 +60,7 @@ def hang(tmp_path, odd):
 
 @in_turns(3)
 def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
-    script, files, said = hang(tmp_path, "rank == 1 and time.sleep(14)")
+    script, files, said = hung(tmp_path, "rank == 1 and time.sleep(14)")
     source = script.read_text().splitlines()
     backward = next(i for i, line in enumerate(source, 1) if "loss.backward()" in line)
     away = next(i for i, line in enumerate(source, 1) if "time.sleep" in line)
@@ -76,20 +82,58 @@ EVALUATES = """
                 torch.ones(50, 50) @ torch.ones(50, 50)
         dist.barrier()
         print("together", file=sys.stderr)
-        rank == 0 and dist.barrier()"""
+        rank == 0 and dist.broadcast_object_list([1], 1)"""
 
 
 @in_turns(3)
 def test_a_call_of_torch_distributed_that_one_rank_makes_alone_ends_with_both_lines(tmp_path):
     """And an evaluation before a barrier of all, which takes longer than a wait may, does not."""
-    script, files, said = hang(tmp_path, EVALUATES.strip())
+    script, files, said = hung(tmp_path, EVALUATES.strip())
     source = script.read_text().splitlines()
     line, backward = (next(i for i, text in enumerate(source, 1) if what in text) for what in ("== 0 and", ".backward"))
     told = files[0].splitlines()[0]
     assert files[1].splitlines()[0] == told
-    assert told.startswith(f"rank 0 is in barrier, at {script}:{line} in <module> and rank 1 is at {script}:{backward}")
+    both = f"rank 0 is in broadcast_object_list, at {script}:{line} in <module> and rank 1 is at {script}:{backward}"
+    assert told.startswith(both), told
     assert re.search(r"all have come to collective \d+ over axis 'dp' \(", told), told
     assert all("together" in text and f"first cause: a hang: {told}" in text for text in said), said
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_wait_for_a_rank_that_moves_for_ever_ends_before_the_backend_ends_it(monkeypatch, moves):
+    """Without a word about that rank, gloo would. Of a wait that counts the bound is the end."""
+    watch = hang.Watch.__new__(hang.Watch)
+    watch.rank, watch.store, watch.main, watch.silent_s = 0, HashStore(), SimpleNamespace(ident=None), 60.0
+    watch._bound, watch._waited, watch._counted, watch._own = 6.0, 0.0, 0.0, None
+    watch._wait = hang.Wait("all_reduce", range(2), None)
+    watch.ran, watch._heard = 0.0, {}
+    monkeypatch.setattr(hang, "report", lambda rank, main: told_by(rank))
+    monkeypatch.setattr(hang, "all_groups", lambda: [None, "of the user"])
+    monkeypatch.setattr(hang, "backend_timeouts", lambda group: [40.0 if group else 30.0])
+    said = None
+    while said is None and watch._waited < 60:
+        say(watch.store, 1, Word(int(watch._waited), "train.py:9 in step", 0.0 if moves else watch._waited))
+        said = watch._trouble(1.0, 1.0)
+    assert said == "a hang" and watch._waited == (39.0 if moves else 9.0)
+
+
+def test_ranks_that_do_not_answer_are_named_with_the_line_where_they_were_seen_last():
+    store = HashStore()
+    say(store, 1, Word(4, "train.py:9 in step"))
+    say(store, 2, Word(1))
+    seen = last_seen(store, [1, 2, 3])
+    assert seen == " (last seen: rank 1 at train.py:9 in step)" and last_seen(store, [2]) == ""
+    assert compared({0: told_by(0)}, 2, seen) == f"rank 1 did not answer: gone, or stopped{seen}"
+
+
+def test_a_group_that_the_program_has_destroyed_is_no_error_when_waits_are_ended():
+    def closes():
+        group = dist.new_group([0, 1])
+        dist.destroy_process_group(group)
+        close(group)
+        return True
+
+    assert run_ranks(2, closes) == [True, True]
 
 
 def waiting(rank, number, others, **counts):

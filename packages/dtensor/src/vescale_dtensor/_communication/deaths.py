@@ -32,10 +32,15 @@ def remember(store: Store) -> None:
         _entries = [tuple(map(int, line.split())) for line in store.get(_key(machine)).decode().splitlines()]
 
 
+def gone() -> dict[int, int]:
+    """The ranks of this machine whose processes have ended, of those remembered, and these."""
+    return {rank: pid for rank, pid, began in sorted(_entries) if _began(pid) != began}
+
+
 def ended() -> str | None:
-    """The ranks of this machine whose processes have ended, of those remembered, in words; None where all run."""
-    gone = [f"rank {rank} (process {pid})" for rank, pid, began in sorted(_entries) if _began(pid) != began]
-    return f"{', '.join(gone)} on {socket.gethostname()}" if gone else None
+    """`gone` in words; None where all run."""
+    found = [f"rank {rank} (process {pid})" for rank, pid in gone().items()]
+    return f"{', '.join(found)} on {socket.gethostname()}" if found else None
 
 
 def _key(machine: str) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from .._errors import VescaleError
 from .._torch_private import backend_timeouts
 from . import deaths
+from .hangs.words import last_seen
 from .namespace import ALONE, await_namespace, namespace
 
 MOST_TEXT = 2000
@@ -95,7 +96,7 @@ def ending_behind_lost_connection() -> str | None:
         if ended is not None and lost is not None:
             return f"{ended} ended, and with it the ranks' store, where the cause would be: see what ended it"
         if ended is not None:
-            _write(_KILLED, f"{ended} ended without a word: by {deaths.WAYS}")
+            _write(_KILLED, f"{ended} ended without a word{last_seen(found.store, deaths.gone())}: by {deaths.WAYS}")
         elif time.monotonic() > until:
             return lost
         else:
@@ -112,9 +113,9 @@ def tell_first(what: str) -> None:
 def close(group: dist.ProcessGroup | None) -> None:
     """Ends this rank's connections of the group (None: of all): who waits there for this rank gets an error at once."""
     group = group or dist.group.WORLD
-    if dist.get_backend(group) in ALONE or group.size() < 2:
-        return
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):  # of a group that the program has destroyed meanwhile
+        if dist.get_backend(group) in ALONE or group.size() < 2:
+            return
         if dist.get_backend(group) != "gloo":
             group.abort()
             return

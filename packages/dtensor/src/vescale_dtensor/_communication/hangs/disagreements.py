@@ -20,14 +20,15 @@ Known = Mapping[int, Mapping[int, dict]]
 _MOST = 3  # that are told
 
 
-def compared(reports: Mapping[int, Report], size: int) -> str:
-    """Names the ranks that disagree, and the communication since which they do."""
+def compared(reports: Mapping[int, Report], size: int, last_seen: str = "") -> str:
+    """Names the ranks that disagree, and the communication since which they do. `last_seen`: where those were that have
+    no report."""
     reports = dict(sorted(reports.items()))  # every rank begins with its own, and all are to say the same
     found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
     silent = [rank for rank in range(size) if rank not in reports]
     found = found[: _MOST - bool(silent)]
     if silent:
-        found.append(f"{_ranks(silent)} did not answer: gone, or stopped")
+        found.append(f"{_ranks(silent)} did not answer: gone, or stopped{last_seen}")
     alone = _calls_of_their_own(reports)
     if alone:
         found = [alone, *found[: _MOST - 1], *_last_common(reports)]

@@ -3,7 +3,7 @@
 A thread says every second where this rank stands (`words.py`), and looks what its host waits for: a communication that
 the recorder has (`../flight_recorder.py`), a call of torch.distributed that the user made (`standing.py`), or an
 accelerator that is busy with one. While it waits, it listens to the ranks that it waits for. Time counts in which none
-of them moves, compiles, saves or loads.
+of them moves, compiles, saves or loads; all time counts for the backend's own limit.
 
     after 4 s       it is written down for the others, and a circle of waits, which is a deadlock, ends (`deadlock.py`)
     after 10 s      a line on stderr says where each of them is
@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -47,7 +48,7 @@ from ..namespace import ALONE, await_namespace
 from .deadlock import deadlocked
 from .disagreements import compared
 from .standing import MainThread, seen
-from .words import Word, heard, say
+from .words import Word, heard, last_seen, say
 
 BEAT_S, LOOKS_PER_S = 1.0, 500
 """A rank looks so often, and all of them together so often at most: a look is three requests to the store."""
@@ -57,6 +58,8 @@ SILENT_S = 60.0
 _STARTS = 10
 """Beats in which the last rank has begun its watch, as a rule."""
 _SEEN, _REPORT, _WAITS = "hang", "hang/report", "waits"
+_LAST = 0.95
+"""The part of the backends' time limit that a wait takes at most: they would end it without a word about the others."""
 _MOST = 64
 """Ranks that are listened to, of those that a rank waits for."""
 Heard = Mapping[int, tuple[Word | None, float]]
@@ -110,6 +113,11 @@ def bound_seconds() -> float:
     """Returns how long a wait may take."""
     given = seconds("VESCALE_HANG_SECONDS", None)
     return given if given is not None else 0.9 * min(backend_timeouts(), default=600.0)
+
+
+def _last_seconds() -> float:
+    """Returns how long a wait may take for ranks that move: a little less than any backend waits."""
+    return _LAST * max((limit for group in all_groups() for limit in backend_timeouts(group)), default=math.inf)
 
 
 class Watch:
@@ -253,7 +261,7 @@ class Watch:
             rank < self.rank and word is not None and word.waits for rank, (word, _) in words.items()
         ):
             self._tell(words)
-        return "a hang" if self._counted > self._bound else None
+        return "a hang" if self._counted > self._bound or self._waited > _last_seconds() else None
 
     def _tell(self, words: Heard) -> None:
         """On stderr, by the first rank that waits."""
@@ -278,7 +286,8 @@ class Watch:
                 if rank not in reports and (one := self._written(_REPORT, rank)) is not None:
                     reports[rank] = one
             time.sleep(0.05)
-        self.verdict = compared(reports, self.size)
+        silent = last_seen(self.store, (rank for rank in range(self.size) if rank not in reports))
+        self.verdict = compared(reports, self.size, silent)
         path = Path(os.environ.get("VESCALE_HANG_DIR", "vescale_hang")) / f"rank{self.rank}.txt"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

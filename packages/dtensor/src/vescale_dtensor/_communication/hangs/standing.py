@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from vescale_trace.stack import frames, is_users, module_of
 
+from .words import NOWHERE
+
 _MOVING = 1e-2
 """The share of a processor from which on a thread moves, in a loop perhaps, though found at one line each time."""
 _MOST_LINES = 30
@@ -32,7 +34,7 @@ class Seen(NamedTuple):
 
     @property
     def place(self) -> str:
-        return self.lines[0] if self.lines else "no line of the user's"
+        return self.lines[0] if self.lines else NOWHERE
 
 
 def seen(thread: int | None) -> Seen:
@@ -50,8 +52,8 @@ def seen(thread: int | None) -> Seen:
             found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
             found.append(f"{code.co_filename}:{one.f_lineno} in {code.co_name}")
         elif not lines:
-            if not call and module.startswith("torch.distributed."):
-                call = code.co_name
+            if module.startswith("torch.distributed.") and (not call or code.co_name in one.f_globals["__all__"]):
+                call = code.co_name  # the outermost that has a public name
             busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
     return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
 

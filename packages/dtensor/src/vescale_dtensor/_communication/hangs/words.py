@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+NOWHERE = "no line of the user's"
 _ROOT = "word"
 
 
@@ -18,7 +19,7 @@ class Word(NamedTuple):
     """
 
     count: int
-    place: str = "no line"
+    place: str = NOWHERE
     stood_s: float = 0.0
     waits: str = ""
     busy: str = ""
@@ -47,3 +48,13 @@ def heard(store: Any, ranks: Iterable[int]) -> Iterator[tuple[int, Word | None]]
     ]  # fmt: skip
     for rank, data in zip(keys, found):
         yield rank, None if data is None else Word(*json.loads(data))
+
+
+def last_seen(store: Any, ranks: Iterable[int]) -> str:
+    """Returns where ranks that answer no more were seen last; "" where that is unknown.
+
+    Of a rank that computes a line of before is known, or none: its stack is looked at while it waits.
+    """
+    known = [f"rank {rank} at {word.place}" for rank, word in heard(store, ranks) if word is not None]
+    seen = [one for one in known if not one.endswith(NOWHERE)]
+    return f" (last seen: {', '.join(seen)})" if seen else ""
