@@ -286,7 +286,7 @@ def test_tensors_in_any_container_are_filled_in_place(tmp_path, make):
 
 def test_a_state_that_is_no_dict_is_told(saved):
     for call in (lambda: save(saved[0], Net()), lambda: load(saved[0], Net()), lambda: load(saved[0], [1])):
-        with pytest.raises(MismatchError, match=r'the state is a (Net|list), and not a dict\nfix: .*{"model": model'):
+        with pytest.raises(MismatchError, match=r"state is (a Net|\[1\]), not (Mutable)?Mapping\[str, Any\]"):
             call()
 
 
@@ -341,5 +341,5 @@ def test_a_dict_is_loaded_as_the_kind_of_dict_that_the_state_has(tmp_path, make)
 def test_options_that_are_none_are_refused_with_what_is_one(tmp_path, wrong):
     save(tmp_path, {"x": torch.ones(2), "step": 1})
     (name,) = wrong
-    with pytest.raises(MismatchError, match=rf"load: {name}=.*\nfix: {name}="):
+    with pytest.raises(MismatchError, match=rf"load: {name} is .*, not .*str"):
         load(tmp_path, {"x": torch.zeros(2)}, **wrong)

@@ -29,7 +29,7 @@ GOOD = generate("1f1b", 2, 2).to_json()
     "value, says",
     [
         ("{", "not JSON"),
-        ([], "a schedule is a mapping, not list"),
+        ([], "value is [], not Mapping"),
         ({**GOOD, "version": 2}, "format version 2 is newer than 1"),
         ({key: GOOD[key] for key in GOOD if key != "placement"}, "the fields placement are missing"),
         ({**GOOD, "colour": 1}, "the fields colour are unknown"),

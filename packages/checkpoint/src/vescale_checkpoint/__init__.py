@@ -1,5 +1,7 @@
 """vescale_checkpoint: checkpoints of sharded tensors that load under any other cluster size and plan."""
 
+from vescale_trace.arguments import typed_facade as _typed_facade
+
 from .plan._choice import Report as Report
 from ._errors import CheckpointError as CheckpointError
 from ._errors import ConflictError as ConflictError
@@ -19,3 +21,5 @@ from .api import load as load
 from .api import save as save
 from .huggingface import export_huggingface as export_huggingface
 from .huggingface import whole_state_dict as whole_state_dict
+
+_typed_facade(globals(), MismatchError, Retention)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from vescale_trace.errors import typed_call
-
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, wait_for_save
 from ._tied import compare_tied
@@ -31,7 +29,6 @@ from .sync._sync import Session, forget_finished, in_one_process, open_session, 
 _SHOWN = 8
 
 
-@typed_call
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -63,7 +60,6 @@ def save(
     through the process group's store (also catalogues, if ranks hold different tensors), and each rank's checksums to
     rank 0.
     """
-    _check_state("save", state, Mapping)
     wait_for_save()
     asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
     session = open_session("save")
@@ -84,7 +80,6 @@ def save(
     return PendingSave(job.path)
 
 
-@typed_call
 def load(
     path: str | os.PathLike[str],
     state: MutableMapping[str, Any],
@@ -132,7 +127,6 @@ def load(
     """
     if verify not in (True, False, "first"):
         raise MismatchError("load", f"verify={verify!r} is none of True, False, 'first'")
-    _check_state("load", state, MutableMapping)
     wait_for_save(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
     touched: list[str] = []
@@ -222,10 +216,3 @@ def _step_of(state: Mapping[str, Any], step: int | None) -> int | None:
         return step_number("save", step)
     found = state.get("step")
     return None if found is None else step_number("save", found, 'state["step"]')
-
-
-def _check_state(operation: str, state: object, kind: type) -> None:
-    if not isinstance(state, kind):
-        given = type(state).__name__
-        remedies = [(f'{operation}(path, {{"model": model, "optimizer": optimizer}})', "each under a name of your own")]
-        raise MismatchError(operation, f"the state is a {given}, and not a dict", (), remedies)

@@ -1,5 +1,7 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
+from vescale_trace.arguments import typed_facade as _typed_facade
+
 from ._debugger.origins import explain as explain
 from ._debugger.origins import explaining as explaining
 from ._tensor import constructors as _constructors  # noqa: F401 - replaces functions of torch
@@ -60,4 +62,5 @@ from .placement import zigzag as zigzag
 _warn_if_unsupported()
 _keep_layouts()
 _see_globally()
+_typed_facade(globals(), VescaleError, InterleavedShard, RaggedShard)
 del _families, _keep_layouts, _see_globally

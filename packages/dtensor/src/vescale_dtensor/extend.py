@@ -4,7 +4,7 @@ DTensor."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from .placement import Partial, Placement, Replicate, Shard
 
 
 def register_rule(
-    *functions: Callable, exact: bool = False, view: bool = False, traits: Trait | None = None
+    *functions: Callable | Iterable[Callable], exact: bool = False, view: bool = False, traits: Trait | None = None
 ) -> Callable:
     """Decorator that registers a rule for `functions` (a kernel, a `torch.library` op, a Function's apply).
 
@@ -74,7 +74,7 @@ def _linear(decide: Callable) -> Callable:
 
 def local_map(
     function: Callable,
-    out_placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    out_placements: Sequence[Placement | Sequence[Placement] | None],
     in_placements: Sequence[Sequence[Placement] | None] | None = None,
     *,
     device_mesh: DeviceMesh | None = None,

@@ -85,7 +85,7 @@ class RaggedShard(Placement):
     RaggedShard(dims=(0, 1), local_units=(5, 0, 7))
     """
 
-    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
         super().__init__()
         self.dims = tuple(dims)
         self.local_units = tuple(local_units)

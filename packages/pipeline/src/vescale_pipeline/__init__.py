@@ -2,6 +2,8 @@
 runtime.
 """
 
+from vescale_trace.arguments import typed_facade as _typed_facade
+
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
 from ._transport.faults import PipelineFailure as PipelineFailure
@@ -21,3 +23,5 @@ from .simulate import simulate as simulate
 from .verify import Verdict as Verdict
 from .verify import verify as verify
 from ._version import __version__ as __version__
+
+_typed_facade(globals(), ScheduleError, Costs, Schedule, Simulation)

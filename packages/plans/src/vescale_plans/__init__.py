@@ -2,6 +2,8 @@
 
 import vescale_rng as _vescale_rng  # registers its rules: random numbers are one device's, at the cost of a shard
 
+from vescale_trace.arguments import typed_facade as _typed_facade
+
 from ._apply.given.aliases import SharedMemoryWarning as SharedMemoryWarning
 from ._apply.given.adopt import adopt as adopt
 from ._apply.apply import expert_drops as expert_drops
@@ -29,4 +31,6 @@ from .sampler import SeededSamples as SeededSamples
 from .search import InfeasibleError as InfeasibleError
 from .search import generate_plan as generate_plan
 
+_of_this = Boundary, Calls, GlobalBatchSampler, Loader, Pipeline, Plan, Precision, SeededSamples
+_typed_facade(globals(), PlanError, *_of_this)
 del _vescale_rng

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from vescale_dtensor.debug import Event, comm_trace
 from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
-from vescale_trace.errors import typed_call
 from vescale_trace.values import map_tensors
 
 from ._apply.apply import OptimizerFn, Stages, parallelize
@@ -108,7 +107,6 @@ class DryRun:
 
 @generators_kept()
 @values_unchecked()
-@typed_call
 def dry_run(
     plan: Plan,
     model: nn.Module,
@@ -220,7 +218,7 @@ def _stepped(
                 meter.mark()
                 for part in plan.parts(batch, model) if plan.accumulation > 1 else (batch,):
                     meter.kind = "activations"
-                    loss = (step or _loss)(model, part)
+                    loss = _loss(step or _called, model, part)
                     meter.kind = "gradients"
                     loss.backward()
                     del loss
@@ -239,18 +237,22 @@ def _all_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
+def _called(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _loss(step: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Tensor:
+    out = step(model, batch)
     loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if loss is None and isinstance(out, (tuple, list)):
         loss = out[0]
     if not isinstance(loss, Tensor) or loss.ndim:
         raise PlanError(
             "dry_run",
-            f"the model returned {type(out).__name__}, which holds no loss: a tensor without dims",
+            f"{'the model' if step is _called else 'step'} returned {type(out).__name__}, which holds no loss: "
+            "a tensor without dims",
             (),
             [("step=lambda model, batch: ...", "returns the loss"), ("loss_fn=...", "as for parallelize")],
         )

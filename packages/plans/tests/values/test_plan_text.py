@@ -80,7 +80,7 @@ def broken(**changes):
         (broken(parameters=[["*", {"tp": "Shard(0, 1, 2)"}]]), "'Shard(0, 1, 2)' is not a placement"),
         (broken(parameters=[["*", {"tp": "__import__('os')"}]]), "is not a placement"),
         (broken(mesh={"dp": 2}), "the field 'mesh' cannot be read"),
-        (broken(boundaries=[["*.mlp", {"inputs": {}}]]), "the field 'boundaries' cannot be read"),
+        (broken(boundaries=[["*.mlp", {"inputs": {}}]]), "Boundary: got an unexpected keyword argument 'inputs'"),
         (broken(precision={"compute": "bf16"}), "the field 'precision' cannot be read"),
         (broken(zero=7), "zero is 7, which is not a stage"),
         ('{"version": 1, "mesh": []}', "the field 'parameters' is missing"),

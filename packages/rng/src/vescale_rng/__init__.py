@@ -3,6 +3,9 @@
 Importing it registers its rules with vescale_dtensor. They replace the rules that draw the whole tensor on every rank.
 """
 
+from vescale_trace import VescaleError as _VescaleError
+from vescale_trace.arguments import typed_facade as _typed_facade
+
 from ._draws import attention as _attention
 from ._draws import choices as _choices
 from ._draws import dropout as _dropout
@@ -32,4 +35,5 @@ from .state import fork as fork
 from .state import get_state as get_state
 from .state import set_state as set_state
 
+_typed_facade(globals(), _VescaleError, Geometry, use_geometry, use_stream)
 del _attention, _choices, _dropout, _fills, _rrelu

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import VescaleError
 from vescale_dtensor.engine import Mesh, first_apart, gather_objects, mesh_of
+from vescale_trace.arguments import torch_call
 
 from . import _journal
 from ._cpu.mt19937 import generator_or_default, is_behind
@@ -34,6 +35,7 @@ def get_state(generator: Generator | None = None) -> Tensor:
     return generator_or_default(generator).get_state()
 
 
+@torch_call
 def set_state(state: Tensor, generator: Generator | None = None) -> None:
     """Sets the default CPU generator, or `generator`, to a state returned by `get_state` under any mesh."""
     generator_or_default(generator).set_state(state)

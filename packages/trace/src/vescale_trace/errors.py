@@ -10,15 +10,9 @@ no control characters.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable
 
 from .text import printable
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class VescaleError(RuntimeError):
@@ -55,21 +49,3 @@ class VescaleError(RuntimeError):
 
     def __reduce__(self):
         return (type(self), (self.operation, self.rule, self.operands, self.remedies))
-
-
-def typed_call(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a public function whose calls raise VescaleError where the arguments do not fit: a name that it does not
-    know, one too many, one missing. What its code raises is left alone."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # its code has run
-                raise
-            rule = str(error).partition("() ")[2] or str(error)
-        name, takes = function.__name__, ", ".join(inspect.signature(function).parameters)
-        raise VescaleError(name, rule, [f"takes  {takes}"], [(f"help({name})", "says what each one is for")])
-
-    return call

@@ -67,6 +67,7 @@ from vescale_plans import explain_compile as explain_compile
 from vescale_plans import loader as loader
 from vescale_plans import no_sync as no_sync
 from vescale_plans import register_elementwise as register_elementwise
+import vescale_rng as _rng
 from vescale_rng import RandomStateError as RandomStateError
 from vescale_rng import RandomStreamError as RandomStreamError
 from vescale_rng import deferred_init as deferred_init
@@ -77,8 +78,8 @@ from vescale_rng import rand as rand
 from vescale_rng import randint as randint
 from vescale_rng import randn as randn
 from vescale_rng import randperm as randperm
-from vescale_rng import state as _state
-from vescale_rng import use_stream as _use_stream
+
+from vescale_trace.arguments import typed_facade as _typed_facade
 
 from ._planning.dry_run import dry_run as dry_run
 from ._planning.dry_run import generate_plan as generate_plan
@@ -103,5 +104,6 @@ from .timeline import merge_timeline as merge_timeline
 from .timeline import timeline as timeline
 
 # Under the names that torch has for its own.
-get_rng_state, set_rng_state, fork_rng = _state.get_state, _state.set_state, _state.fork
-check_rng_in_step, use_rng_stream = _state.check_in_step, _use_stream
+get_rng_state, set_rng_state, fork_rng = _rng.get_state, _rng.set_state, _rng.fork
+check_rng_in_step, use_rng_stream = _rng.check_in_step, _rng.use_stream
+_typed_facade(globals(), VescaleError, JSONLines, ProgressLine, TensorBoard, Values, WandB)

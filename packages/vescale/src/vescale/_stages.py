@@ -39,7 +39,7 @@ from vescale_dtensor.engine import (
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, ownership, release, seen
 from vescale_plans import Plan, PlanError
-from vescale_trace.errors import typed_call
+from vescale_trace.arguments import typed_call
 
 from ._planning.from_config import is_config, plan_from_config
 from ._scaler import lines
@@ -50,11 +50,11 @@ if TYPE_CHECKING:  # one signature, with its overloads, for both
     from vescale_plans import parallelize as parallelize
 else:
 
-    @typed_call
     @functools.wraps(vescale_plans.parallelize)
+    @typed_call
     def parallelize(plan: Any, *args: Any, **kwargs: Any) -> Any:
         made = functools.partial(plan_from_config, plan) if is_config(plan) else plan
-        return vescale_plans.parallelize(made, *args, stages=pipelined, **kwargs)
+        return vescale_plans.parallelize(made, *args, **{"stages": pipelined, **kwargs})
 
 
 def pipelined(

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import vescale_checkpoint
 from vescale_plans import Plan, PlanError
 from vescale_rng import deferred_init
-from vescale_trace.errors import typed_call
+from vescale_trace.arguments import typed_call
 
 from ._stages import parallelize
 
@@ -34,13 +34,14 @@ if TYPE_CHECKING:  # one signature for both
     from vescale_checkpoint import load as load
 else:
 
-    @typed_call
     @functools.wraps(vescale_checkpoint.load)
+    @typed_call
     def load(path: Any, state: Any, *, join: Any = None, **options: Any) -> Any:
         join = functools.partial(_joined, state) if join is None else join
         return vescale_checkpoint.load(path, state, join=join, **options)
 
     @functools.wraps(vescale_checkpoint.export_huggingface)
+    @typed_call
     def export_huggingface(path: Any, model: Any, *, places: Any = None, **options: Any) -> None:
         places = places_of(model) if places is None else places
         vescale_checkpoint.export_huggingface(path, model, places=places, **options)

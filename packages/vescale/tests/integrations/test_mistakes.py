@@ -153,13 +153,13 @@ def pickled(plan):
 
 
 ERRORS = {
-    "plan and model swapped": (lambda plan: vescale.parallelize(build(), plan, adamw), "the plan comes first"),
-    "a dict for a plan": (lambda plan: vescale.parallelize(plan.mesh, build(), adamw), "not a plan"),
-    "no plan": (lambda plan: vescale.parallelize(None, build(), adamw), "None, not a plan"),
-    "a class for a model": (lambda plan: vescale.parallelize(plan, Net, adamw), "the class Net, not a module"),
+    "plan and model swapped": (lambda plan: vescale.parallelize(build(), plan, adamw), "is a Plan, not nn.Module"),
+    "a dict for a plan": (lambda plan: vescale.parallelize(plan.mesh, build(), adamw), "not Plan"),
+    "no plan": (lambda plan: vescale.parallelize(None, build(), adamw), "plan is None, not Plan"),
+    "a class for a model": (lambda plan: vescale.parallelize(plan, Net, adamw), "is the class Net, not nn.Module"),
     "a scheduler for a factory": (with_scheduler, "is a StepLR"),
-    "parameters for a factory": (with_parameters, "is a list"),
-    "a number for a factory": (lambda plan: vescale.parallelize(plan, build(), 0.02), "is a float"),
+    "parameters for a factory": (with_parameters, "is [a Parameter"),
+    "a number for a factory": (lambda plan: vescale.parallelize(plan, build(), 0.02), "is 0.02"),
     "another model's optimizer": (
         lambda plan: vescale.parallelize(plan, build(), adamw(build().parameters())),
         "none of the model's",

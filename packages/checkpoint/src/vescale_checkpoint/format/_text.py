@@ -7,12 +7,10 @@ longer than any memory, where parts are shared.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vescale_trace.text import printable as escaped
+from vescale_trace.text import shown as shown
 
 MOST_CHARACTERS = 4000
-_MOST_ITEMS, _MOST_LEVELS, _MOST_BITS = 6, 3, 512
 
 
 def printable(text: str, most: int = MOST_CHARACTERS, *, lines: bool = False) -> str:
@@ -23,28 +21,6 @@ def printable(text: str, most: int = MOST_CHARACTERS, *, lines: bool = False) ->
     if len(text) > most:
         text = f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
     return escaped(text, lines=lines)
-
-
-def shown(value: Any, most: int = 200, level: int = 0) -> str:
-    """A value in bounded length and time, whatever it is: as its repr where that is short."""
-    kind = type(value)
-    if value is None or kind in (bool, float):
-        return repr(value)
-    if kind is int:
-        return repr(value) if value.bit_length() <= _MOST_BITS else f"an int of {value.bit_length()} bits"
-    if kind in (str, bytes):
-        text = repr(value[:most])
-        return text if len(value) <= most else f"{text}..."
-    if kind in (list, tuple, dict):
-        if level == _MOST_LEVELS:
-            return "..."
-        pairs = kind is dict
-        items = [item for _, item in zip(range(_MOST_ITEMS), value.items() if pairs else value)]
-        parts = [": ".join(shown(part, most, level + 1) for part in (item if pairs else (item,))) for item in items]
-        text = ", ".join(parts) + (f", ... {len(value)} in all" if len(value) > len(items) else "")
-        opened, closed = {list: "[]", tuple: "()", dict: "{}"}[kind]
-        return printable(f"{opened}{text}{',' if kind is tuple and len(value) == 1 else ''}{closed}", most)
-    return f"a {kind.__qualname__}"
 
 
 def reason_of(error: BaseException) -> str:

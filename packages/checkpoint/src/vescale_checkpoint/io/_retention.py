@@ -34,7 +34,8 @@ class Retention:
     def __post_init__(self) -> None:
         counts = (self.last, self.count, 1 if self.every is None else self.every)
         if not all(type(count) is int and count >= 1 for count in counts):
-            raise ValueError(f"{self}: last, every and count are integers of at least 1")
+            given = f"last={shown(self.last)}, every={shown(self.every)}, count={shown(self.count)}"
+            raise MismatchError("Retention", f"{given}: each is a number from 1 on", (), [("Retention(last=3)", "")])
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """Returns the steps to keep, given each step's metrics."""

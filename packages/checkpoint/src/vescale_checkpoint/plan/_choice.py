@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from .._errors import MismatchError
 from ..format._dtypes import DTYPES, is_lossless
@@ -61,14 +60,11 @@ class Choice:
         missing: str,
         extra: str,
     ) -> None:
-        self.only = None if only is None else _texts("only", only, ('only="model.*"', "a glob, or several"))
-        self.casts = frozenset(_texts("cast", cast, ('cast="lossless"', 'or by name: "float32->bfloat16"')))
+        self.only = None if only is None else _texts(only)
+        self.casts = frozenset(_texts(cast))
         self.keeps_missing = _option("missing", missing, "keep")
         self.ignores_extra = _option("extra", extra, "ignore")
         rename = {} if rename is None else rename
-        if not isinstance(rename, Mapping) or not all(isinstance(one, str) for pair in rename.items() for one in pair):
-            remedy = ('rename={"transformer.*": "model.*"}', "the checkpoint's names -> the state's")
-            raise MismatchError("load", f"rename={rename!r} is no dict of names", (), [remedy])
         self._rules = [_rule(old, new) for old, new in rename.items()]
         self._idle = {f"only={pattern!r}" for pattern in self.only or ()} | {f"rename={old!r}" for old in rename}
         self._said = [f"rename={old!r}" for old in rename]
@@ -114,11 +110,8 @@ class Choice:
         return LOSSLESS in self.casts and is_lossless(source, target)
 
 
-def _texts(name: str, value: Any, remedy: tuple[str, str]) -> tuple[str, ...]:
-    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
-    if not all(isinstance(one, str) for one in found):
-        raise MismatchError("load", f"{name}={value!r} is neither a text nor several", (), [remedy])
-    return found
+def _texts(given: Iterable[str] | str) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _option(name: str, value: str, other: str) -> bool:

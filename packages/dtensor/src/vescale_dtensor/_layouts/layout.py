@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from vescale_trace.text import shown
+
 from .._errors import InternalError, MeshError, PlacementError
 from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 from .mesh import Mesh, mesh_of
@@ -249,6 +251,21 @@ def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, .
     return plain if not nested and cut(state, size, count) == cut(plain, size, count) else state
 
 
+Placements = Placement | Sequence[Placement]
+"""As users write them."""
+
+
+def as_tuple(operation: str, placements: Placements) -> tuple[Placement, ...]:
+    """Returns the placements of a call; one stands for itself. Raises PlacementError for what is none."""
+    if isinstance(placements, Placement):
+        return (placements,)
+    try:
+        return tuple(placements)
+    except TypeError:
+        rule = f"placements are {shown(placements)}: one placement per axis of the mesh is needed"
+        raise PlacementError(operation, rule, (), [("[Shard(0)]", ""), ("[Replicate()]", "")]) from None
+
+
 def canonical_states(
     operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = REPLICATE,
     *, sizes_known: bool = True,
@@ -258,11 +275,8 @@ def canonical_states(
     `replicated` is the state that `Replicate()` means; without `sizes_known` only the
     number of dims in `shape` counts. Raises MeshError and PlacementError with the numbers.
     """
-    mesh = mesh_of(device_mesh)
+    mesh, placements = mesh_of(device_mesh), as_tuple(operation, placements)
     described = f"tensor  [{', '.join(map(str, shape))}] on {mesh}"
-    if isinstance(placements, Placement):
-        placements = (placements,)
-    placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise MeshError(
             operation,

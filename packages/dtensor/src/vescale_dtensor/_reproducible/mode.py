@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vescale_trace.arguments import typed_call
 from vescale_trace.values import collect, map_tensors
 
 from .._conversions import convert, steps
@@ -62,8 +63,12 @@ class reproducible(TorchFunctionMode):
     every use separately (`uses.py`).
     """
 
+    @typed_call
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
         super().__init__()
+        if threads < 1:
+            rule = f"threads is {threads}, not a number from 1 on"
+            raise ReproducibleError("reproducible", rule, (), [("threads=1", "")])
         self.splits, self.threads = Splits.of(splits), threads
         self._overlay = Overlay(self.splits)  # a mode that is entered again keeps its decisions
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from vescale_trace.arguments import torch_call
+
 from .._torch_private import DisableTorchFunction
 from .functions.lookup import add_rows
 from .functions.position import POSITION_DEPENDENT, WIDTH, position_independent
@@ -20,6 +22,7 @@ SHAPES += ((13, 25, 52), (49, 51, 53), (50, 26, 1), (1, 53, 26), (13, 2, 13), (6
 ENTRIES, ROWS = 12, 36
 
 
+@torch_call
 def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[str]:
     """Lists the operations that do not behave on this device as the reproducible mode requires; empty if all do.
 

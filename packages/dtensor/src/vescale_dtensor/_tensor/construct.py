@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_trace.arguments import torch_call
+
 from .._communication.objects import gather_objects
 from .._conversions.convert import convert, from_plain, on_device, own_copy, shares_storage
 from .._conversions.steps import route_of
 from .._errors import GradientError, PlacementError, ShapeError
-from .._layouts.layout import Layout, canonical_states, layout_of
+from .._layouts.layout import Layout, Placements, as_tuple, canonical_states, layout_of
 from .._layouts.mesh import Mesh, mesh_of
 from .._layouts.state import INVARIANT, PARTIAL, REPLICATE
 from ..placement import Partial, Placement, RaggedShard
@@ -26,7 +28,7 @@ from .loans import borrow
 from .tensor import DTensor, attach, local_only
 
 
-def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Placements) -> DTensor:
     """Shards a tensor that every rank holds in full. Each rank slices its shard and moves it to the mesh's device.
 
     A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`. A `Partial` axis keeps the value on
@@ -48,7 +50,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
 def from_local(
     local: Tensor,
     device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    placements: Placements,
     *,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
@@ -70,8 +72,7 @@ def from_local(
     del stride
     _check_strided("from_local", local)
     _check_plain("from_local", local)
-    mesh = mesh_of(device_mesh)
-    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    mesh, placements = mesh_of(device_mesh), as_tuple("from_local", placements)
     exchanged = [tuple(local.shape)]
     if shape is None:
         exchanged = _exchanged(local, mesh)
@@ -101,7 +102,7 @@ def from_local(
     return result
 
 
-def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
     """Returns the same global tensor with other placements. Differentiable.
 
     A `Replicate` axis keeps its state if it is already replicated. After a sum it is I (whose backward is free), and
@@ -111,7 +112,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     and so on). Raises PlacementError for a placement that does not fit.
     """
     if type(placements) is not tuple:
-        placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+        placements = as_tuple("redistribute", placements)
     out = convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
     if tensor._layout.is_watched:
         borrow(out, [tensor])
@@ -143,18 +144,21 @@ def _replicated(now):
 # --- factories --------------------------------------------------------------------
 
 
-def zeros(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+@torch_call
+def zeros(*size, device_mesh: DeviceMesh, placements: Placements, **options) -> DTensor:
     """`torch.zeros` of global `size`, allocating only the shard."""
     return full(*size, fill_value=0.0, device_mesh=device_mesh, placements=placements, **options)
 
 
-def ones(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+@torch_call
+def ones(*size, device_mesh: DeviceMesh, placements: Placements, **options) -> DTensor:
     """`torch.ones` of global `size`, allocating only the shard."""
     return full(*size, fill_value=1.0, device_mesh=device_mesh, placements=placements, **options)
 
 
+@torch_call
 def full(
-    *size, fill_value=None, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options
+    *size, fill_value=None, device_mesh: DeviceMesh, placements: Placements, requires_grad: bool = False, **options
 ) -> DTensor:
     """`torch.full(size, fill_value)`; on a Partial axis the first rank holds the value, and the others zero."""
     if fill_value is None:
@@ -172,24 +176,28 @@ def full(
     return attach(local, layout).requires_grad_(requires_grad)
 
 
-def empty(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options) -> DTensor:
+@torch_call
+def empty(*size, device_mesh: DeviceMesh, placements: Placements, requires_grad: bool = False, **options) -> DTensor:
     """`torch.empty` of global `size`, allocating only the shard."""
     layout = _layout("empty", _size(size), device_mesh, placements)
     local = torch.empty(layout.local_shape, device=options.pop("device", layout.mesh.device_type), **options)
     return attach(local, layout).requires_grad_(requires_grad)
 
 
-def rand(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+@torch_call
+def rand(*size, device_mesh: DeviceMesh, placements: Placements, **options) -> DTensor:
     """`torch.rand` of global `size`: every rank draws the whole tensor, as one device would, and keeps its part."""
     return _sliced("rand", torch.rand, _size(size), device_mesh, placements, options)
 
 
-def randn(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+@torch_call
+def randn(*size, device_mesh: DeviceMesh, placements: Placements, **options) -> DTensor:
     """`torch.randn` of global `size`: every rank draws the whole tensor, as one device would, and keeps its part."""
     return _sliced("randn", torch.randn, _size(size), device_mesh, placements, options)
 
 
-def arange(*bounds, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+@torch_call
+def arange(*bounds, device_mesh: DeviceMesh, placements: Placements, **options) -> DTensor:
     """`torch.arange(*bounds)`: made whole on every rank, then sliced."""
     options.setdefault("device", mesh_of(device_mesh).device_type)
     requires_grad = options.pop("requires_grad", False)
@@ -221,7 +229,7 @@ def _size(size) -> tuple[int, ...]:
 
 
 def _layout(operation: str, shape, device_mesh, placements) -> Layout:
-    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    placements = as_tuple(operation, placements)
     for placement in placements:
         if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
             raise PlacementError(

@@ -13,7 +13,6 @@ from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import attributes_of, distribute, is_deferred, materialize
-from vescale_trace.errors import typed_call
 
 from .._capture.explain import compiled
 from .._capture.mode import Mode, check_compiler, mode_of
@@ -29,7 +28,7 @@ from ..plan import Plan, PlanError
 from .agreement import check_same_plan, check_same_values, checksums
 from .given.adopt import GONE, check_given, take_over
 from .given.aliases import check_aliases
-from .given.arguments import check_arguments, check_made, check_values
+from .given.arguments import check_made, check_plan, check_values
 from .given.identity import Became, become
 from .given.of_stage import check_of_stage, made_over
 from .given.wrappers import check_unwrapped
@@ -68,7 +67,6 @@ def parallelize(
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[Model, Optimizer]: ...
-@typed_call
 def parallelize(
     plan: Plan | PlanFn,
     model: nn.Module,
@@ -134,7 +132,7 @@ def _parallelized(
     stages: Stages | None,
 ) -> tuple[nn.Module, Any]:
     with together("checking the plan"):
-        check_arguments(plan, model, optimizer_fn)
+        check_plan(plan)
         mode = mode_of(mode)
         if mode == "compile":
             check_order("parallelize", 'mode="compile" computes')
@@ -143,7 +141,7 @@ def _parallelized(
         check_unwrapped(model)
         if not isinstance(plan, Plan):
             plan = plan(model)
-            check_arguments(plan, model, optimizer_fn)
+            check_plan(plan)
         if plan.pipeline is not None and stages is None:
             remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
             raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)

@@ -121,8 +121,6 @@ def _sides(pairs: Sequence[tuple[DTensor, DTensor]]) -> tuple[list[DTensor], lis
 
 
 def _checked(model: nn.Module, optimizers: list[Any], plan: Plan) -> Parallelized:
-    if not isinstance(plan, Plan):
-        raise PlanError("reshape", f"the new plan is a {type(plan).__name__}", (), [("vescale.Plan(...)", "")])
     held = getattr(model, "_vescale", None)
     elsewhere = [
         ('vescale.save(path, {"model": model, "optimizer": optimizer})', "under the plan of now"),

@@ -96,6 +96,9 @@ class Loader(DataLoader):
         epoch's order again, from the saved generator states. torch's generator itself is not changed; save and restore
         it for the epochs to come. A generator of the loader's or of its samplers goes on where it was.
         """
+        if missing := _START.keys() - state.keys():
+            rule = f"the state has no {min(missing)!r}: it is none that state_dict returned"
+            raise PlanError("Loader.load_state_dict", rule, (), [("loader.state_dict()", "gives one")])
         self._resumed = dict(state) if state["batches"] else None
         self._state = dict(state)
         if not state["batches"]:
@@ -185,7 +188,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _check(loader: DataLoader) -> None:
-    if not isinstance(loader, DataLoader) or isinstance(loader, Loader):
+    if isinstance(loader, Loader):
         raise PlanError(
             "vescale.loader",
             f"a {type(loader).__name__} is not a torch DataLoader of one device",

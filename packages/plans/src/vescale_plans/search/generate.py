@@ -16,7 +16,6 @@ from torch import nn
 
 from vescale_dtensor import Replicate
 from vescale_dtensor.engine import unstopped
-from vescale_trace.errors import typed_call
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._apply.generators import generators_kept
@@ -86,7 +85,6 @@ Runner = Callable[..., Any]
 
 
 @generators_kept()
-@typed_call
 def generate_plan(
     model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
 ) -> Plan:
@@ -126,9 +124,6 @@ def generate_plan(
 
     Raises InfeasibleError if nothing fits; PlanError for an invalid request, or overrides that do not fit.
     """
-    if constraints is not None and not isinstance(constraints, Mapping):
-        rule = f"constraints are of type {type(constraints).__name__}, not a mapping from names to values"
-        raise PlanError("generate_plan", rule, (), [("sample=..., batch=...", "by keyword")])
     request = {**(constraints or {}), **asked}
     _check_request(request)
     sample = sample_of(model, request.get("sample"), rows=request["batch"])

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, Placement, distribute_tensor, empty
-from vescale_dtensor.engine import mesh_of
+from vescale_dtensor import DTensor, distribute_tensor, empty
+from vescale_dtensor.engine import Placements, mesh_of
+from vescale_trace.arguments import torch_call
 
 from .._cpu.stream import Draw
 from .fills import draw_into, fills_for
 
+Seed = Generator | None
 
-def rand(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], generator=None, **options) -> DTensor:
+
+@torch_call
+def rand(*size, device_mesh: DeviceMesh, placements: Placements, generator: Seed = None, **options) -> DTensor:
     """`torch.rand` of global `size`: bitwise its values on one device. A Partial axis has them on its first rank."""
     return _made(torch.rand, Tensor.uniform_, (), size, device_mesh, placements, generator, options)
 
 
-def randn(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], generator=None, **options) -> DTensor:
+@torch_call
+def randn(*size, device_mesh: DeviceMesh, placements: Placements, generator: Seed = None, **options) -> DTensor:
     """`torch.randn` of global `size`: bitwise its values on one device. A Partial axis has them on its first rank."""
     return _made(torch.randn, Tensor.normal_, (), size, device_mesh, placements, generator, options)
 
 
+@torch_call
 def randint(
-    *bounds, device_mesh: DeviceMesh, placements: Sequence[Placement], generator=None, dtype=torch.int64, **options
+    *bounds, device_mesh: DeviceMesh, placements: Placements, generator: Seed = None, dtype=torch.int64, **options
 ) -> DTensor:
     """`torch.randint([low,] high, size)` of global `size`: bitwise its values on one device."""
     *limits, size = bounds
@@ -35,7 +41,8 @@ def randint(
     return _made(torch.randint, Tensor.random_, limits, (size,), device_mesh, placements, generator, options)
 
 
-def randperm(n: int, *, device_mesh: DeviceMesh, placements: Sequence[Placement], generator=None, **options) -> DTensor:
+@torch_call
+def randperm(n: int, *, device_mesh: DeviceMesh, placements: Placements, generator: Seed = None, **options) -> DTensor:
     """`torch.randperm(n)`, sharded. Every rank makes it whole, because each element depends on all before it."""
     options.setdefault("device", mesh_of(device_mesh).device_type)
     return distribute_tensor(torch.randperm(n, generator=generator, **options), device_mesh, placements)

@@ -13,6 +13,7 @@ from vescale_pipeline import Action, Schedule
 from vescale_pipeline.action import ALL_MICROBATCHES, FORMAT_VERSION
 from vescale_pipeline.engine import READING, Alone, Crossing, Learning, Link, split
 from vescale_plans import DryRun, Plan
+from vescale_trace.arguments import typed_call
 
 from .._stages import pipelined
 from .from_config import as_plan
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # one signature for both
 else:
 
     @functools.wraps(vescale_plans.dry_run)
+    @typed_call
     def dry_run(plan: Any, model: Any, batch: Any, *given: Any, **more: Any) -> DryRun:
         plan = as_plan(plan, model)
         if not isinstance(plan, Plan) or plan.pipeline is None:

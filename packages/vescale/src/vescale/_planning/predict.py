@@ -11,6 +11,7 @@ from vescale_plans import Pipeline
 from vescale_plans.search import Prediction
 from vescale_plans.search import predict as _predict
 from vescale_plans.search.pricing.predict import Pace
+from vescale_trace.arguments import typed_call
 
 from .from_config import as_plan
 
@@ -32,5 +33,6 @@ if TYPE_CHECKING:  # one signature for both
 else:
 
     @wraps(_predict)
+    @typed_call
     def predict(plan: Any, model: Any, *given: Any, **more: Any) -> Prediction:
         return _predict(as_plan(plan, model), model, *given, **{"simulator": makespan, **more})

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_rng import is_deferred
+from vescale_trace.text import shown
 
 from ..._plan.parts import PlanError
 from ..._torch_private import is_traceable_wrapper_subclass
@@ -19,30 +20,16 @@ _CALL = "parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameter
 _SHOWN = 4
 
 
-def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
-    """Raises PlanError where one of them is not what it should be, or in the place of another."""
-    if isinstance(plan, nn.Module) and isinstance(model, Plan):
-        raise _wrong("the plan comes first, and then the model", plan, model)
-    if not (isinstance(plan, Plan) or callable(plan) and not isinstance(plan, (nn.Module, type))):
+def check_plan(plan: Any) -> None:
+    """Raises PlanError for a module or a class, which could be called as if it made a plan, and what was made so."""
+    if isinstance(plan, (nn.Module, type)) or not (isinstance(plan, Plan) or callable(plan)):
         raise PlanError(
             "parallelize",
-            f"its first argument is {_kind(plan)}, not a plan",
+            f"its first argument is {shown(plan)}, not a plan",
             (),
             [
                 ("vescale.generate_plan(model, world_size, batch=..., seq=...)", "chooses one"),
                 ('vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})', "makes a plan, here of two data-parallel ranks"),
-            ],
-        )
-    if not isinstance(model, nn.Module):
-        raise _wrong(f"its second argument is {_kind(model)}, not a module", plan, model)
-    if not (optimizer_fn is None or callable(optimizer_fn) or isinstance(optimizer_fn, torch.optim.Optimizer)):
-        raise PlanError(
-            "parallelize",
-            f"its third argument is {_kind(optimizer_fn)}: it must be an optimizer, or a function that makes one",
-            (),
-            [
-                (_CALL, "called with the shards, which are the model's parameters from then on"),
-                ("parallelize(plan, model, optimizer)", "takes over one that was made of the model, schedulers too"),
             ],
         )
 
@@ -55,7 +42,7 @@ def check_made(optimizer: Any, model: nn.Module) -> None:
         more = [("vescale.adopt(model, optimizer)", "for each further one, made of model.parameters() afterwards")]
         raise PlanError(
             "parallelize",
-            f"the function that makes the optimizer returned {_kind(optimizer)}, which has no parameters to train",
+            f"the function that makes the optimizer returned {shown(optimizer)}, which has no parameters to train",
             (),
             [(_CALL, "returns the optimizer; a scheduler is made of it afterwards"), *(more if several else ())],
         )
@@ -137,17 +124,3 @@ def _check_class(name: str, kind: type) -> None:
                 ("a function of the parameter", "in place of a method"),
             ],
         )
-
-
-def _wrong(rule: str, *given: Any) -> PlanError:
-    first, second = given
-    return PlanError("parallelize", rule, [f"given  {_kind(first)}, {_kind(second)}"], [(_CALL, "in this order")])
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

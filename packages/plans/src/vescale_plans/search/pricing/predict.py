@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
+from vescale_trace.arguments import typed_call
 from vescale_trace.values import map_tensors
 
 from ..._apply.apply import OptimizerFn
@@ -73,6 +74,7 @@ def one_forward_one_backward(
     return each * sum(map(pace, working))
 
 
+@typed_call
 def predict(
     plan: Plan,
     model: nn.Module,
