@@ -99,22 +99,23 @@ def test_a_call_of_torch_distributed_that_one_rank_makes_alone_ends_with_both_li
     assert all("together" in text and f"first cause: a hang: {told}" in text for text in said), said
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_wait_for_a_rank_that_moves_for_ever_ends_before_the_backend_ends_it(monkeypatch, moves):
+@pytest.mark.parametrize("moves, is_ours, ends", [(True, True, 29), (True, False, 39), (False, True, 9)])
+def test_a_wait_for_a_rank_that_moves_for_ever_ends_before_the_backend_ends_it(monkeypatch, moves, is_ours, ends):
     """Without a word about that rank, gloo would. Of a wait that counts the bound is the end."""
     watch = hang.Watch.__new__(hang.Watch)
     watch.rank, watch.store, watch.main, watch.silent_s = 0, HashStore(), SimpleNamespace(ident=None), 60.0
     watch._bound, watch._waited, watch._counted, watch._own = 6.0, 0.0, 0.0, None
-    watch._wait = hang.Wait("all_reduce", range(2), None)
+    watch.world, group = "ours", SimpleNamespace(process_group=lambda: None)
+    watch._wait = hang.Wait("all_reduce", range(2), ["waited for", "all_reduce", group] if is_ours else None)
     watch.ran, watch._heard = 0.0, {}
     monkeypatch.setattr(hang, "report", lambda rank, main: told_by(rank))
-    monkeypatch.setattr(hang, "all_groups", lambda: [None, "of the user"])
-    monkeypatch.setattr(hang, "backend_timeouts", lambda group: [40.0 if group else 30.0])
+    monkeypatch.setattr(hang, "all_groups", lambda: ["ours", "the user's"])
+    monkeypatch.setattr(hang, "backend_timeouts", lambda group: [30.0 if group == "ours" else 40.0])
     said = None
     while said is None and watch._waited < 60:
         say(watch.store, 1, Word(int(watch._waited), "train.py:9 in step", 0.0 if moves else watch._waited))
         said = watch._trouble(1.0, 1.0)
-    assert said == "a hang" and watch._waited == (39.0 if moves else 9.0)
+    assert said == "a hang" and watch._waited == ends
 
 
 def test_ranks_that_do_not_answer_are_named_with_the_line_where_they_were_seen_last():

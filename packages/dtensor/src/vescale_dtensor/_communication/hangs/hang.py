@@ -115,9 +115,11 @@ def bound_seconds() -> float:
     return given if given is not None else 0.9 * min(backend_timeouts(), default=600.0)
 
 
-def _last_seconds() -> float:
-    """Returns how long a wait may take for ranks that move: a little less than any backend waits."""
-    return _LAST * max((limit for group in all_groups() for limit in backend_timeouts(group)), default=math.inf)
+def _last_seconds(wait: Wait, world: dist.ProcessGroup) -> float:
+    """Returns how long a wait may take for ranks that move: a little less than its backend's, or any, if that is not
+    known."""
+    groups = [wait.mark[2].process_group() or world] if type(wait.mark) is list else all_groups()
+    return _LAST * max((limit for group in groups for limit in backend_timeouts(group)), default=math.inf)
 
 
 class Watch:
@@ -261,7 +263,7 @@ class Watch:
             rank < self.rank and word is not None and word.waits for rank, (word, _) in words.items()
         ):
             self._tell(words)
-        return "a hang" if self._counted > self._bound or self._waited > _last_seconds() else None
+        return "a hang" if self._counted > self._bound or self._waited > _last_seconds(self._wait, self.world) else None
 
     def _tell(self, words: Heard) -> None:
         """On stderr, by the first rank that waits."""
