@@ -204,5 +204,5 @@ def test_moments():
 
 
 def test_no_such_stream():
-    with pytest.raises(RandomStreamError, match="there is no stream 'cuda'"):
+    with pytest.raises(RandomStreamError, match="name is 'cuda', not 'torch' or 'philox'"):
         vescale_rng.use_stream("cuda")

@@ -5,6 +5,7 @@ Importing it registers its rules with vescale_dtensor. They replace the rules th
 
 from vescale_trace import VescaleError as _VescaleError
 from vescale_trace.arguments import typed_facade as _typed_facade
+from vescale_trace.arguments import typed_methods as _typed_methods
 
 from ._draws import attention as _attention
 from ._draws import choices as _choices
@@ -22,6 +23,7 @@ from ._draws.factories import randn as randn
 from ._draws.factories import randperm as randperm
 from ._deferred.materialize import distribute as distribute
 from ._deferred.materialize import materialize as materialize
+from ._deferred.materialize import is_unwritten as is_unwritten
 from ._deferred.materialize import materialize_shard as materialize_shard
 from ._deferred.materialize import recorded as recorded
 from ._select import RandomStreamError as RandomStreamError
@@ -35,5 +37,6 @@ from .state import fork as fork
 from .state import get_state as get_state
 from .state import set_state as set_state
 
-_typed_facade(globals(), _VescaleError, Geometry, use_geometry, use_stream)
+_typed_facade(globals(), _VescaleError, Geometry, use_geometry)
+_typed_methods(use_stream, RandomStreamError)
 del _attention, _choices, _dropout, _fills, _rrelu

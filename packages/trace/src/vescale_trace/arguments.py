@@ -45,8 +45,8 @@ def typed_call(
         known = hints()
         for name, value in chain(zip(chain(by_place, repeat(*rest) if rest else ()), args), kwargs.items()):
             if name in known and not fits(value, known[name]):
-                hint = function.__annotations__[name]
-                raise refused(f"{name} is {shown(value)}, not {getattr(hint, '__name__', hint)}", name)
+                kind = _said(known[name], function.__annotations__[name])
+                raise refused(f"{name} is {shown(value)}, not {kind}", name)
         try:
             return function(*args, **kwargs)
         except TypeError as found:
@@ -126,6 +126,13 @@ def _hint(function: Callable, name: str) -> Any:
         return get_type_hints(written, inspect.unwrap(function).__globals__)[name]
     except NameError:
         return Any
+
+
+def _said(hint: Any, written: Any) -> str:
+    """Returns a type as an error names it: by its values where these are few, else as the signature does."""
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return getattr(written, "__name__", written)
 
 
 def _refused(function: Callable, error: type[VescaleError], rule: str, name: str = "") -> VescaleError:

@@ -249,7 +249,7 @@ def shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) ->
         ]
         if type(parameter) is DTensor:
             shard = promise_later(parameter, device_mesh, placements)
-        elif plan.zero == 3 and is_deferred(parameter):
+        elif is_deferred(parameter) and not any(one.is_partial() for one in placements):
             shard = promise(parameter, device_mesh, placements)
         else:
             sharded = distribute(parameter.detach(), device_mesh, placements)

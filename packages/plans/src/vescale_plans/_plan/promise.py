@@ -1,7 +1,8 @@
 """Parameters whose values are made, or come from elsewhere, where they will lie: in this rank's part of a flat buffer.
 
 Until the buffers are made such a parameter is a promise: it has its layout, and no memory. So of a deferred parameter
-under ZeRO-3 no rank ever holds what the data axis shards, and a copy of a model takes the copy's memory alone.
+under ZeRO-3 no rank ever holds what the data axis shards; what nobody has written to (`torch.empty`) is not copied; and
+a copy of a model takes the copy's memory alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
 from vescale_dtensor.engine import attach, convert, local_only
-from vescale_rng import is_deferred, materialize_shard
+from vescale_rng import is_deferred, is_unwritten, materialize_shard
 
 _SOURCE = "_promised"
 
@@ -47,14 +48,16 @@ def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
 
 def fulfil(parameter: DTensor, layout: Layout) -> tuple[Tensor | None, bool] | None:
     """Fulfils a promise: returns the local values, plain, and whether they are this rank's part under `layout` alone;
-    no values for those that come later, None for a parameter that has its own. Cost: nothing, but where what is copied
-    lies in parts that were cut otherwise."""
+    no values for those that come later, or may be any; None for a parameter that has its own. Cost: nothing, but where
+    what is copied lies in parts that were cut otherwise."""
     source = parameter.__dict__.pop(_SOURCE, None)
     if source is None:
         return None
     if type(source) is Tensor and source.is_meta:
         return None, False
     if is_deferred(source):
+        if is_unwritten(source):
+            return None, False
         return materialize_shard(source, layout), True
     is_part = source._layout.base is not parameter._layout.base
     if is_part:

@@ -86,7 +86,7 @@ class FlatParameters:
         # torch exchanges no tensor that somebody refers to weakly. Of parameters that change their shape between steps
         # it would exchange some on one rank alone: those whose graph nodes are of another shape than they.
         self._refuse_exchange = [ref(one) for one in self._parameters] if self.reshards else []
-        made = [fulfil(param.parameter, param.shard_layout) for param in self.params]
+        made = [fulfil(one.parameter, one.shard_layout if self.separate else one.full_layout) for one in self.params]
         self._move_in([param.take_back(False) if one is None else one for param, one in zip(self.params, made)])
         self._gathering: GatherInFlight | None = None
         self._is_shared = False  # as it was when a gather began
@@ -127,24 +127,23 @@ class FlatParameters:
 
     def _move_in(self, values: Sequence[tuple[Tensor | None, bool]]) -> None:
         """Allocates, and points the parameters, with their values, at the new memory. `values`: per parameter, local,
-        and whether it is this rank's part of the full-precision shard alone; None where they come later."""
+        and whether it is this rank's part of the full-precision shard alone; None where they come later, or are any."""
         packing, device, dtype = self.packing, self.device, self.dtype
         if self.is_elsewhere:
             self.packing = packing = replace(packing, part=0)
         rank = self.sharing.mesh.coordinate[self.lead] if self.shards else 0
         part = (rank * packing.part, (rank + 1) * packing.part) if self.shards else (0, packing.total)
-        # What is resharded is not touched here: it takes no memory.
-        full = (torch.empty if self.reshards else torch.zeros)(packing.total, dtype=self.compute, device=device)
+        # Memory is not touched before values come: that of what is resharded is given back below.
+        full = torch.empty(packing.total, dtype=self.compute, device=device)
         if self.separate:
-            numel = part[1] - part[0]
-            self.shard = (
-                on_host((numel,), dtype, device).zero_()
-                if self.hosted
-                else torch.zeros(numel, dtype=dtype, device=device)
-            )
+            size = (part[1] - part[0],)
+            self.shard = on_host(size, dtype, device) if self.hosted else torch.empty(size, dtype=dtype, device=device)
         else:
             self.shard = full[part[0] : part[1]]
-        self.full = full
+        self.full, self._gaps = full, packing.gaps([param.numel for param in self.params])
+        held, begin = (self.shard, part[0]) if self.separate else (full, 0)
+        for low, high in self._gaps:
+            held[max(low - begin, 0) : max(high - begin, 0)].zero_()
         self.lender = Lender(partial(_shows, ref(self), full.untyped_storage()._cdata))
         self._sink = full.data  # written through an alias of its own: a gather is no change that autograd must see
         for i, (param, (value, is_part)) in enumerate(zip(self.params, values, strict=True)):
@@ -167,7 +166,6 @@ class FlatParameters:
                     param.shard.view(-1).copy_(value.reshape(-1) if is_part else value.reshape(-1)[low:high])
             if self.differentiable:
                 self._make_trainable(param)
-        self._gaps = packing.gaps([param.numel for param in self.params])
         if self.reshards:
             full.untyped_storage().resize_(0)
         with local_only():

@@ -39,6 +39,9 @@ _ALIKE = {
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
     aten.zero_.default, aten.fill_.Scalar,
 }  # fmt: skip
+_UNWRITTEN = {
+    aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.detach.default, aten.alias.default,
+}  # fmt: skip
 _CONSTANT = {aten.zero_.default, aten.fill_.Scalar}
 Ranges = Sequence[tuple[int, int]]
 
@@ -53,6 +56,11 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Pla
         return distribute_tensor(whole, device_mesh, placements).requires_grad_(tensor.requires_grad)
     local = materialize_shard(tensor, layout).to(layout.mesh.device_type)
     return attach(local, layout).requires_grad_(tensor.requires_grad)
+
+
+def is_unwritten(tensor: Deferred) -> bool:
+    """True if nothing was ever written to a deferred tensor (`torch.empty`): any values are its own."""
+    return all(entry.function in _UNWRITTEN for entry in history(tensor._slot))
 
 
 def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:

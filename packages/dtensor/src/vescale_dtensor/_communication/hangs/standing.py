@@ -52,7 +52,8 @@ def seen(thread: int | None) -> Seen:
             found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
             found.append(f"{code.co_filename}:{one.f_lineno} in {code.co_name}")
         elif not lines:
-            if module.startswith("torch.distributed.") and (not call or code.co_name in one.f_globals.get("__all__", ())):
+            public = one.f_globals.get("__all__", ()) if module.startswith("torch.distributed.") else None
+            if public is not None and (not call or code.co_name in public):
                 call = code.co_name  # the outermost that has a public name
             busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
     return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
