@@ -6,12 +6,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+
+from vescale_trace.values import map_tensors
 
 from ._conversions.convert import alias, convert, from_plain
 from ._dispatch.dispatch import call
@@ -137,6 +140,17 @@ def show_functions(instead: Callable[[Any], Any]) -> None:
     _shown.append(instead)
 
 
+def _returning_full(body: Callable) -> Callable:
+    """Gathers what a Function has computed with DTensors that it holds, a module's weights: its operands are whole."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return map_tensors(body(*args, **kwargs), lambda one: one.full_tensor() if type(one) is DTensor else one)
+
+    vars(run)["full"] = True
+    return run
+
+
 def register_function(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Makes a user's autograd Function correct on DTensors: inputs are gathered, it runs on whole tensors, and outputs
     are replicated.
@@ -145,9 +159,16 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
     conversions inside it would leave no trace. To communicate less, also register a rule for `function.apply`.
     Idempotent; also a decorator.
     """
+    for name in ("forward", "backward", "vjp"):
+        body = getattr(function, name)
+        if body is not getattr(torch.autograd.Function, name) and "full" not in vars(body):
+            setattr(function, name, staticmethod(_returning_full(body)))
     if "_vescale_apply" in function.__dict__:
         return function
     original = function.apply
+    inherited = getattr(function, "_vescale_apply", None)  # of the class that this one extends
+    if inherited is not None and "apply" not in function.__dict__:
+        original = MethodType(inherited.__func__, function)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         for instead in _shown:

@@ -107,3 +107,113 @@ def test_one_devices_numbers(ranks, options):
     for *found, seen in run_ranks(ranks, run, options):
         assert seen == appended and len(seen[0]) == 12
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- what a Function computes with modules ----------------------------------------------------
+
+
+class Recomputed(torch.autograd.Function):
+    """Recomputes in the backward, as many libraries' own checkpoints do: weights are operands, for their gradients."""
+
+    @staticmethod
+    def forward(ctx, module, x, *weights):
+        ctx.module, ctx.weights = module, weights
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        return None, *torch.autograd.grad(out, (x, *ctx.weights), grad, allow_unused=True)
+
+
+class Kept(Recomputed):
+    """Another forward and backward, which keep the graph inside."""
+
+    @staticmethod
+    def forward(ctx, module, x, *weights):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = module(x)
+        ctx.module = module
+        ctx.save_for_backward(x, out)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, out = ctx.saved_tensors
+        return None, *torch.autograd.grad(out, (x, *ctx.module.parameters()), grad)
+
+
+class Aside(Recomputed):
+    """The forward of the class that it extends; weights are no operands, and get their gradients in the backward."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        weights = tuple(ctx.module.parameters())
+        with torch.enable_grad():
+            out = ctx.module(x)
+        found, *rest = torch.autograd.grad(out, (x, *weights), grad)
+        for weight, one in zip(weights, rest):
+            weight.grad = one if weight.grad is None else weight.grad + one
+        return None, found
+
+
+class Modules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.inner = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x + Recomputed.apply(self.inner[0], x, *self.inner[0].parameters())
+        x = x + Kept.apply(self.inner[1], x, *self.inner[1].parameters())
+        return self.head(x + Aside.apply(self.inner[2], x))
+
+
+def train_modules(options: dict | None):
+    torch.manual_seed(0)
+    model = Modules().double()
+    if options is None:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    else:
+        model, optimizer = parallelize(Plan(**options), model, lambda given: torch.optim.Adam(given, lr=0.02))
+    seen = []
+    for _ in range(3):
+        loss = model(torch.randn(5, 5, dtype=torch.float64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for one in (loss, *[weight.grad for weight in model.parameters()]):
+            seen.append(getattr(one, "full_tensor", one.clone)().detach())
+        optimizer.step()
+    return seen + [getattr(one, "full_tensor", one.clone)().detach() for one in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"dp": 2}, "parameters": {"*": {}}},
+        {"mesh": {"dp": 2}, "parameters": {"*": {}}, "zero": 2},
+        {"mesh": {"dp": 2}, "parameters": {"*": {}}, "zero": 3},
+        {
+            "mesh": {"tp": 2},
+            "parameters": {
+                "inner.0.0.*": {"tp": Shard(0)},
+                "inner.*.2.weight": {"tp": Shard(1)},
+                "inner.1.2.bias": {"tp": Shard(0)},
+                "inner.2.0.weight": {"tp": Shard(1)},
+                "inner.2.2.bias": {"tp": Shard(0)},
+                "*": {},
+            },
+        },
+    ],
+)
+def test_modules_inside_of_functions(options) -> None:
+    expected = train_modules(None)
+    for found in run_ranks(2, train_modules, options):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

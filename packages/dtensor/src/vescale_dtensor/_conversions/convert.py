@@ -120,7 +120,12 @@ def read(tensor: Tensor) -> Tensor:
     values, through which a gradient finds its way. The layout of such a parameter is an untracked one.
     """
     owner = tensor.__dict__.get("_owner") if type(tensor) is DTensor else None
-    return tensor if owner is None or not tensor._layout.is_untracked else owner.read(tensor)
+    if owner is None or not tensor._layout.is_untracked:
+        return tensor
+    given = owner.read(tensor)
+    if given is not tensor:
+        given.__dict__["_of"] = tensor
+    return given
 
 
 def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, own: bool = False) -> DTensor:

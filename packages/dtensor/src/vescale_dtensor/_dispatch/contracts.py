@@ -28,7 +28,14 @@ def check_history(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
         if type(getattr(node, "variable", None)) is DTensor or forward and forward.__module__.startswith("vescale"):
             _raise_lost_layout(function, tensor, tensors)
         nodes += [before for before, _ in node.next_functions if before is not None]
-    tensor.grad_fn.metadata[_WHOLE] = True
+    mark_full(tensor)
+
+
+def mark_full(tensor: Tensor) -> Tensor:
+    """A plain tensor that is known to be whole, and alike on all ranks, whatever it comes from."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[_WHOLE] = True
+    return tensor
 
 
 def _raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> NoReturn:

@@ -8,6 +8,7 @@ the shards it came from. Reported once per function, with its cost.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,11 @@ from .._errors import OperatorError
 from .._layouts.layout import layout_of
 from .._layouts.state import INVARIANT
 from .._rules.registry import is_inplace
+from .._tensor.stand_in import standing_in
 from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import OpOverload, OpOverloadPacket
+from .contracts import mark_full
 from .copies import check_writable, mark_copy
-from .stand_in import standing_in
 
 
 class FallbackWarning(UserWarning):
@@ -64,19 +66,20 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
                 check_writable(function, tensor, through=True)
                 full = full.clone()  # an Alias refuses to be written, and a remembered conversion must not be
             if is_users:
-                full = standing_in(full, tensor)
+                full = mark_full(standing_in(full, tensor))
             gathered_operands.append((tensor, full, _version(full)))
             return full
 
         full_args, full_kwargs = map_tensors(args, gather), map_tensors(kwargs, gather)
         _report(function, gathered_operands, lacks)
-        with local_only():
-            try:
+        try:
+            with contextlib.nullcontext() if is_users else local_only():  # a user's calls modules that hold DTensors
                 out = local(*full_args, **full_kwargs)
-            except Exception as error:
-                for index, (source, _, _) in enumerate(gathered_operands):
-                    error.add_note(describe(f"operand {index}", source, source._layout))
-                raise
+        except Exception as error:
+            for index, (source, _, _) in enumerate(gathered_operands):
+                error.add_note(describe(f"operand {index}", source, source._layout))
+            raise
+        with local_only():
             written: dict[int, DTensor] = {}
             for source, full, version in gathered_operands:
                 if _version(full) != version or any(source is target for target in targets):

@@ -140,8 +140,11 @@ def _opened(function: Callable) -> Callable:
             if type(tensor) is not DTensor or tensor._layout.flat_axis is None:
                 return tensor
             layout = tensor._layout.base
-            given.append((tensor, convert_operand(tensor, layout, layout.opened, function)))
-            return given[-1][1]
+            whole = convert_operand(tensor, layout, layout.opened, function)
+            if "_of" in tensor.__dict__:  # read in place of a parameter: so is this
+                whole.__dict__["_of"] = tensor.__dict__["_of"]
+            given.append((tensor, whole))
+            return whole
 
         index = args[1] if function is Tensor.__getitem__ else None
 

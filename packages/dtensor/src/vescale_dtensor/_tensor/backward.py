@@ -27,6 +27,7 @@ from .._torch_private import (
     replace_make_grads,
 )
 from .gradient import as_gradient_of, layout_of_gradient
+from .stand_in import parameter_of
 from .tensor import DTensor, attach, local_only, plain_class, source_of, watch_autograd
 
 # What is called at the end of the backward that runs, in the order of its coming.
@@ -135,9 +136,10 @@ def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor 
     """Plain roots and local seeds.
 
     Inside a running backward a plain seed is a local gradient, as a reentrant
-    checkpoint hands it on: it belongs to the tensor as it is.
+    checkpoint hands it on: it belongs to the tensor as it is. In that of a user's Function it is whole.
     """
-    nested = _current_graph_task_id() != -1
+    node = _current_autograd_node() if _current_graph_task_id() != -1 else None
+    nested = node is not None and not hasattr(getattr(node, "_forward_cls", None), "_vescale_apply")
     roots, starts = [], []
     for tensor, seed in zip(tensors, seeds):
         own = nested and type(tensor) is DTensor and type(seed) is Tensor
@@ -253,6 +255,7 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
         return dict(zip(inputs, grad(function, (outputs, tuple(inputs.values()), seeds), given)))
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = tuple(parameter_of(one) for one in inputs)
     seeds = (None,) * len(outputs) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
     if given.pop("is_grads_batched", False):
         rows = zip(*[seed.unbind(0) for seed in seeds], strict=True)

@@ -146,6 +146,8 @@ class Bucket(FlatParameters):
             for i, param in enumerate(self.params):
                 now = _get_grad(param.parameter)
                 if now is not None and self.flat is not None:
+                    if now is not param.gradient:  # a backward in the user's code put it there, and no node has said so
+                        self._put(i, param, now)
                     _set_grad(param.parameter, None)
                 if i not in self.filled or now is None:
                     missing.append(i)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._tensor.tensor import DTensor, of_class
 from .._torch_private import _disabled_torch_function_impl
+from .tensor import DTensor, of_class
 
 
 class StandIn(Tensor):
@@ -44,8 +44,15 @@ class StandIn(Tensor):
 
 
 def standing_in(whole: Tensor, parameter: DTensor) -> Tensor:
-    """`whole`, which nobody else holds, as a stand-in for the parameter."""
+    """`whole`, which nobody else holds, as a stand-in for the parameter, or for that of which `parameter` was read."""
+    parameter = parameter.__dict__.get("_of", parameter)
     if type(whole) is Tensor and "_is_param" in parameter.__dict__:
         whole.__class__ = StandIn
         whole.__dict__["_of"] = parameter
     return whole
+
+
+def parameter_of(tensor: Any) -> Any:
+    """Returns the parameter that a stand-in stands for, which a graph leads to by what modules hold as well, or the
+    object itself."""
+    return tensor.__dict__["_of"] if type(tensor) is StandIn else tensor
