@@ -56,7 +56,7 @@ def keyed(value: Any, exact: bool) -> Any:
     if kind is list:  # x[[0, 1]] is not x[0, 1]
         return (list, *_items(value, exact))
     if isinstance(value, Tensor):
-        return (kind, value.shape, value.requires_grad, is_followed(value))
+        return (kind, value.shape, value.layout, value.requires_grad, is_followed(value))
     if kind is dict:
         return tuple([(name, keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it

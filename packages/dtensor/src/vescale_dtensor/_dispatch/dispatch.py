@@ -21,7 +21,7 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, strided
 
 from vescale_trace.values import collect, map_tensors
 
@@ -216,7 +216,9 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     abstract_kwargs = map_tensors(kwargs, lambda _: next(queue))
     inplace = entry.inplace or abstract_kwargs.get("inplace") is True
     decision = None
-    if entry.rule is not None and kwargs.get("out") is not None:
+    if any(type(tensor) is not DTensor and tensor.layout is not strided for tensor in tensors):
+        pass  # what is sparse has no parts: the function runs whole
+    elif entry.rule is not None and kwargs.get("out") is not None:
         decision = forms.out_form(function)
     elif entry.rule is not None and inplace and type(args[0] if args else None) is Tensor:
         decision = forms.plain_in_place(function)

@@ -136,7 +136,8 @@ class RootBoundary:
         return args, kwargs
 
     def _spread(self, tensor: Tensor, lengths: Collection[int]) -> Tensor:
-        if type(tensor) is DTensor or tensor.requires_grad or tensor.is_inference():
+        is_sparse = tensor.layout is not torch.strided
+        if type(tensor) is DTensor or is_sparse or tensor.requires_grad or tensor.is_inference():
             return distributed(tensor, self._mesh, self._cuts, lengths)
         made = distributed(tensor.detach(), self._mesh, self._cuts, lengths)  # no view, which would hold the tensor
         before = self._entered.get(tensor)
@@ -194,6 +195,8 @@ def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]
         return tensor
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         tensor = tensor.clone()  # whose writes are counted
+    if tensor.layout is not torch.strided:
+        return on_device(tensor, mesh)  # whole: what is sparse has no parts
     shape = tuple(tensor.shape)
     placements = cuts.placements(tensor, mesh.names, lengths)
     states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
@@ -326,4 +329,11 @@ def checksum(tensor: Tensor) -> int:
             [f"shape  {list(tensor.shape)}"],
             [("tensor.full_tensor()", "plain"), ("vescale_dtensor.from_torch(tensor)", "of torch's DTensor, no copy")],
         )
-    return zlib.crc32(bits_of(tensor).cpu().numpy())
+    parts = [tensor]
+    if tensor.layout is not torch.strided:
+        sparse = tensor.detach().to_sparse_coo().coalesce()
+        parts = [sparse.indices(), sparse.values()]
+    total = 0
+    for part in parts:
+        total = zlib.crc32(bits_of(part).cpu().numpy(), total)
+    return total
