@@ -141,6 +141,24 @@ def test_one_rank_writes_a_weight_after_the_first_calls(plan):
     assert "different values on rank 1" in raises_on_all(plan.mesh.get("dp", 1) * 2, PlainTensorError, run)
 
 
+@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_one_rank_freezes_a_parameter(zero, step):
+    """The others would step by their part of its gradient. What is frozen is no replica's under ZeRO-3."""
+
+    def run():
+        model, optimizer = parallelize(Plan({"dp": 2}, {"*": {}}, zero=zero), made(), torch.optim.AdamW)
+
+        def between(at):
+            if at == step and torch.distributed.get_rank() == 0:
+                model[2].weight.requires_grad_(False)
+
+        trained(model, optimizer, 30, between)
+
+    message = raises_on_all(2, PlainTensorError, run, match="requires_grad of '2.weight' has different values on rank")
+    assert step < call_of(message) <= step + 11
+
+
 STATES = ("exp_avg", "exp_avg_sq")
 FLIPS = {  # the plan, and of what all ranks along an axis hold the same for good
     "dp": (Plan({"dp": 4}, {"*": {}}), ("", *STATES)),

@@ -24,7 +24,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
-    """The tensors of a model, and of the optimizers that step on it, of which several ranks hold the same part."""
+    """The tensors of a model, and of the optimizers that step on it, of which several ranks hold the same part; and
+    which parameters are trained, as all ranks do, for a gradient is a sum over ranks."""
 
     def __init__(self, root: nn.Module, mesh: Mesh) -> None:
         self._root, self._mesh = root, mesh
@@ -32,9 +33,9 @@ class Replicas:
     def digests(self) -> list[int]:
         """Returns a number per axis, the same on ranks whose tensors are alike along it. Reads all of them once, for
         which the host waits; no communication."""
-        held = self._held()
+        held, trained = self._held(), [one.requires_grad for one in self._root.parameters()]
         sums = _digests([tensor for _, tensor in held], _sum_of_bits)
-        return [hash(tuple(one for one, (_, held) in zip(sums, held) if _copies(held, axis)))
+        return [hash((*trained, *(one for one, (_, held) in zip(sums, held) if _copies(held, axis))))
                 for axis in range(self._mesh.ndim)]  # fmt: skip
 
     def check(self, when: str) -> None:
@@ -47,9 +48,11 @@ class Replicas:
         """
         held = dict(self._held())
         sums = dict(zip(held, _digests(list(held.values()), _sum_of_bits)))
-        kept = [{name: sums[name] for name, one in held.items() if _copies(one, axis)}
+        flags = {f"requires_grad of {name!r}": +one.requires_grad for name, one in self._root.named_parameters()}
+        sums |= flags
+        kept = [flags | {name: sums[name] for name, one in held.items() if _copies(one, axis)}
                 for axis in range(self._mesh.ndim)]  # fmt: skip
-        odd = fold_objects(_odd(kept, [*held], self._mesh), _least, self._mesh)
+        odd = fold_objects(_odd(kept, [*flags, *held], self._mesh), _least, self._mesh)
         if odd is None:
             return
         _, other, axis, first = odd
