@@ -290,6 +290,8 @@ CHECKS: tuple[Check, ...] = (
         (PYTHON, "benchmarks/runtime/compile_shards.py", "--deep", "32"), 60 * MINUTES,
     ),
     Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/planning/startup.py")),
+    Check(50, 5, "one rank is apart", (PYTHON, "tools/sweeps/watchdog.py", "run", ".sweeps/ways"), 30 * MINUTES),
+    Check(50, 5, "restarts after kills", (PYTHON, "tools/sweeps/restarts.py", "run", ".sweeps/restarts"), 30 * MINUTES),
 )
 
 
