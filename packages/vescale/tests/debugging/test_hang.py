@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from vescale_dtensor._communication.endings import close
+from vescale_dtensor._communication import endings
 from vescale_dtensor._communication.hangs import hang
 from vescale_dtensor._communication.hangs.deadlock import deadlocked
 from vescale_dtensor._communication.hangs.disagreements import compared
@@ -127,11 +127,29 @@ def test_ranks_that_do_not_answer_are_named_with_the_line_where_they_were_seen_l
     assert compared({0: told_by(0)}, 2, seen) == f"rank 1 did not answer: gone, or stopped{seen}"
 
 
+def test_a_rank_that_was_killed_on_another_machine_is_known_by_its_silence(monkeypatch):
+    store, slept = HashStore(), []
+    for rank, word in enumerate([Word(5), Word(5, "train.py:9 in step"), Word(5), Word(6, has_ended=True)]):
+        say(store, rank, word)
+
+    def sleep(seconds):
+        slept.append(seconds)
+        say(store, 2, Word(6))
+
+    monkeypatch.setattr(endings, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(endings, "_rank", lambda: 0)
+    monkeypatch.setattr(endings.dist, "get_world_size", lambda: 4)
+    assert endings._silent(store) == "rank 1 gives no sign of life any more (last seen: rank 1 at train.py:9 in step)"
+    assert endings._silent(HashStore()) is None and slept == [2.5]  # nobody says so: nobody is waited for
+
+
 def test_a_group_that_the_program_has_destroyed_is_no_error_when_waits_are_ended():
     def closes():
         group = dist.new_group([0, 1])
+        dist.barrier(group)  # all have made it
+        dist.barrier()
         dist.destroy_process_group(group)
-        close(group)
+        endings.close(group)
         return True
 
     assert run_ranks(2, closes) == [True, True]

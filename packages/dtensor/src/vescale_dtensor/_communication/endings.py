@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .._errors import VescaleError
 from .._torch_private import backend_timeouts
 from . import deaths
-from .hangs.words import last_seen
+from .hangs.words import beat_seconds, heard, last_seen
 from .namespace import ALONE, await_namespace, namespace
 
 MOST_TEXT = 2000
@@ -84,7 +84,8 @@ def first_ending() -> str | None:
 
 def ending_behind_lost_connection() -> str | None:
     """`first_ending`; where nothing is known yet, ranks of this machine that were killed are looked for, and what is
-    found, here or elsewhere, is known to all. Takes `PATIENCE_S` at most, on a rank that is about to raise."""
+    found, here or elsewhere, is known to all; of other machines, ranks that fell silent. Takes `PATIENCE_S` and a few
+    seconds at most, on a rank that is about to raise."""
     until = time.monotonic() + (PATIENCE_S if _before is not None else 0.0)  # else nobody has left word
     while (ending := first_ending()) is None and (found := namespace()) is not None:
         lost = None
@@ -98,10 +99,26 @@ def ending_behind_lost_connection() -> str | None:
         if ended is not None:
             _write(_KILLED, f"{ended} ended without a word{last_seen(found.store, deaths.gone())}: by {deaths.WAYS}")
         elif time.monotonic() > until:
-            return lost
+            return lost or _silent(found.store)
         else:
             time.sleep(0.02)
     return ending
+
+
+def _silent(store: dist.Store) -> str | None:
+    """The ranks that say no more that they live, in words: of a rank killed on another machine nothing else is known.
+
+    Takes as long as a rank takes to say so twice, where ranks do.
+    """
+    size = dist.get_world_size()
+    before = {rank: word for rank, word in heard(store, range(size)) if word is not None and not word.has_ended}
+    if before:
+        time.sleep(2.5 * beat_seconds(size))
+    gone = [rank for rank, word in heard(store, before) if word == before[rank] and rank != _rank()]
+    if not gone:
+        return None
+    ranks = f"rank {gone[0]} gives" if len(gone) == 1 else f"ranks {', '.join(map(str, gone[:8]))} give"
+    return f"{ranks} no sign of life any more{last_seen(store, gone[:8])}"
 
 
 def tell_first(what: str) -> None:

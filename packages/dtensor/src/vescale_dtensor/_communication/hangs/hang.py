@@ -48,10 +48,8 @@ from ..namespace import ALONE, await_namespace
 from .deadlock import deadlocked
 from .disagreements import compared
 from .standing import MainThread, seen
-from .words import Word, heard, last_seen, say
+from .words import Word, beat_seconds, heard, last_seen, say
 
-BEAT_S, LOOKS_PER_S = 1.0, 500
-"""A rank looks so often, and all of them together so often at most: a look is three requests to the store."""
 WRITTEN_S, TOLD_S = 4.0, 10.0
 SILENT_S = 60.0
 """Seconds that a rank of which nothing is heard is waited for."""
@@ -152,7 +150,7 @@ class Watch:
                 say(self.store, self.rank, Word(self._count + 1, has_ended=True))
 
     def _run(self) -> None:
-        pause = min(max(BEAT_S, self.size / LOOKS_PER_S), max(self._bound / 4, 0.05))
+        pause = min(beat_seconds(self.size), max(self._bound / 4, 0.05))
         asked, looked, newest = None, time.monotonic(), 0
         while not self._ended.wait(pause):
             now = time.monotonic()

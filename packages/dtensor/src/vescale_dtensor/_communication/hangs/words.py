@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 NOWHERE = "no line of the user's"
+BEAT_S, LOOKS_PER_S = 1.0, 500
+"""A rank looks so often, and all of them together so often at most: a look is three requests to the store."""
 _ROOT = "word"
 
 
@@ -31,6 +33,11 @@ class Word(NamedTuple):
         waits = f", in {self.waits}" if self.waits else ""
         busy = f"{self.busy}, " if self.busy else ""
         return f"{busy}at {os.path.basename(self.place)}{waits} for {self.stood_s:.0f} s"
+
+
+def beat_seconds(size: int) -> float:
+    """Returns how often a rank of a world of so many says that it lives."""
+    return max(BEAT_S, size / LOOKS_PER_S)
 
 
 def say(store: Any, rank: int, word: Word) -> None:
