@@ -45,7 +45,8 @@ def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".json"):
-        remedies = [(str(path.with_suffix(suffix)), "") for suffix in (".png", ".svg", ".json")]
+        stem = path.parent / (path.stem or "picture")
+        remedies = [(f"{stem}{suffix}", "") for suffix in (".png", ".svg", ".json")]
         raise ScheduleError("draw", f"{path.name!r} ends in none of .png, .svg, .json", (), remedies)
     if isinstance(what, Schedule):
         what = simulate(what)

@@ -47,9 +47,10 @@ def describe(
 
 
 def main() -> None:
-    """Runs a command. What the user can mend is said in its own words, with exit status 1 and no traceback."""
+    """Runs a command. What the user can mend is said in its own words, with exit status 2 and no traceback; 1 is
+    the answer of a command that looks for something."""
     try:
         app()
-    except VescaleError as error:
+    except (VescaleError, OSError) as error:  # a file that cannot be written, for one
         typer.echo(str(error), err=True)
-        sys.exit(1)
+        sys.exit(2)

@@ -271,7 +271,7 @@ def refusals():
         with pytest.raises(PlanError) as caught:
             vescale.reshape(model, of, plan)
         told.append(str(caught.value))
-    with pytest.raises(PlanError, match="is a dict"):
+    with pytest.raises(vescale.VescaleError, match="not Plan"):
         vescale.reshape(model, optimizer, {"dp": 4})
     with pytest.raises(PlanError, match="not parallelized"):
         vescale.reshape(Odd(), None, PLANS[0])

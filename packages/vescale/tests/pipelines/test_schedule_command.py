@@ -51,5 +51,5 @@ def test_errors_have_no_traceback(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["vescale", "schedule", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        assert ended.value.code == 1
+        assert ended.value.code == 2
         assert says in capsys.readouterr().err

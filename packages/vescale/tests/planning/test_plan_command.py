@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, said, factory, cap
     monkeypatch.setattr(sys, "argv", ["vescale", "plan", *arguments])
     with pytest.raises(SystemExit) as left:
         main()
-    assert left.value.code == 1
+    assert left.value.code == 2
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+
+from vescale_trace.environment import seconds
 
 from ._extension import extension
 from ._memory import Flight, InFlightError
 from ._queue import DeviceError, Operation, wait_until
 
-HANG_SECONDS = float(os.environ.get("VESCALE_SECOND_HANG_SECONDS", "20"))
+HANG_SECONDS = seconds("VESCALE_SECOND_HANG_SECONDS", 20.0)
 
 
 class Work:

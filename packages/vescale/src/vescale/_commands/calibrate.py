@@ -14,14 +14,16 @@ from ..calibrate import calibrate as _calibrate
 
 
 def calibrate(
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that measure at once, as in training here.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each thing is measured.")] = 7,
-    out: Annotated[Path | None, typer.Option(help='The profile, .json; by default the one "auto" reads.')] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Processes that measure at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="How often each thing is measured.")] = 7,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help='The profile, .json; by default the one "auto" reads.')
+    ] = None,
 ) -> None:
     """Measures matrix products, operators, memory and collectives of this machine for generate_plan and dry_run."""
-    profile = _calibrate(ranks, rounds=rounds, progress=lambda text: typer.echo(text, err=True))
     path = out or calibrated_path()
     path.parent.mkdir(parents=True, exist_ok=True)
+    profile = _calibrate(ranks, rounds=rounds, progress=lambda text: typer.echo(text, err=True))
     path.write_text(profile.to_json())
     for line in _report(profile):
         typer.echo(line)

@@ -11,6 +11,8 @@ import typer
 
 from vescale_pipeline import Costs, PipelineError, Schedule, Simulation, Verdict, draw, generate, simulate, verify
 
+from .._machine.text_file import text_of
+
 Time = Annotated[float, typer.Option(min=0, help="Time on each stage, in any unit.")]
 
 
@@ -31,7 +33,10 @@ def schedule(
 ) -> None:
     """Shows the costs of a pipeline schedule: bubble, critical path, memory. Proves that the schedule is correct."""
     costs = Costs(forward, input_gradient, weight_gradient, transfer)
-    subject = generate(kind, stages, microbatches, virtual) if file is None else _read(file)
+    if file is None:
+        subject = generate(kind, stages, microbatches, virtual)
+    else:
+        subject = Schedule.from_json(text_of(file, PipelineError, "vescale schedule"))
     verdict = verify(subject, transport="buffered", budget=budget, costs=costs)
     simulation = simulate(subject, costs)
     for line in _report(verdict, simulation):
@@ -42,13 +47,6 @@ def schedule(
     if out is not None:
         out.write_text(json.dumps(subject.to_json()))
         typer.echo(f"{'written':<15}{out}")
-
-
-def _read(file: Path) -> Schedule:
-    try:
-        return Schedule.from_json(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError("vescale schedule", f"{file} cannot be read: {error}") from error
 
 
 def _report(verdict: Verdict, simulation: Simulation) -> Iterator[str]:

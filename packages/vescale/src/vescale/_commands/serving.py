@@ -27,6 +27,9 @@ def copy_what_is_beside(source: Path, folder: str) -> None:
 
 def checked(folder: Path, against: str | None, step: int | None, key: str) -> Iterator[tuple[bool, str]]:
     """Yields what is found of an export: whether it is as it should be, and a line that says it."""
+    if not folder.is_dir():  # transformers would look for it on the hub
+        yield False, f"transformers does not load it: {folder} is no folder"
+        return
     try:
         import transformers
 

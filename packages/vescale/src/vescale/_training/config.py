@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vescale_dtensor import VescaleError
 
+from .._machine.text_file import text_of
+
 Count = Annotated[int, Field(ge=1)]
 _SHOWN = 8
 
@@ -159,11 +161,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a file that cannot be read, unknown keys, values of a wrong type or range, and for what
     does not go together.
     """
+    text = text_of(path, ConfigError, "vescale train", _EXAMPLE)
     try:
-        text = path.read_text(encoding="utf-8")
         table = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("vescale train", f"{path} cannot be read: {error}", (), _EXAMPLE) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("vescale train", f"{path} is no TOML: {error}", (), [_QUOTES]) from error
     given = dict(map(_override, overrides))

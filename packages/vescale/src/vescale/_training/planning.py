@@ -11,6 +11,7 @@ from torch import nn
 
 import vescale
 
+from .._machine.text_file import text_of
 from .config import Config, ConfigError
 from .model import build
 
@@ -28,11 +29,9 @@ def _given(config: Config, model: nn.Module, ranks: int) -> vescale.Plan:
     """The plan of one of `training.accumulate` parts."""
     given, training = config.plan, config.training
     if given.file is not None:
-        try:
-            return vescale.Plan.from_json(Path(given.file.replace("{ranks}", str(ranks))).read_text())
-        except OSError as error:
-            rule = f"plan.file = {given.file!r} cannot be read: {error}"
-            raise ConfigError("vescale train", rule, (), [("vescale plan ... --json plan.json", "")]) from error
+        file = Path(given.file.replace("{ranks}", str(ranks)))
+        remedies = [("vescale plan ... --json plan.json", "")]
+        return vescale.Plan.from_json(text_of(file, ConfigError, "vescale train", remedies))
     dtype = getattr(torch, given.precision)
     precision = {} if dtype is torch.float32 else {"precision": vescale.Precision(dtype)}
     token = torch.zeros(1, config.data.length, dtype=torch.int64)
