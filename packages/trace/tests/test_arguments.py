@@ -43,6 +43,13 @@ def test_what_the_code_of_a_function_raises_is_left_alone():
         typed_call(lambda one: one())(3)
 
 
+class Place:
+    """A path of another library."""
+
+    def __fspath__(self):
+        return "a"
+
+
 class Floats:
     """A number of numpy's kind: it has a dtype, and is no bool of Python's."""
 
@@ -57,6 +64,7 @@ class Floats:
         (complex, [3, 0.5, 1j], ["3", None]),
         (bool, [True, 1, Floats()], ["yes", None, [], torch.ones(2)]),
         (str | os.PathLike[str], ["a", pathlib.Path("a")], [b"a", 3, None]),
+        (str | pathlib.Path, ["a", pathlib.Path("a"), Place()], [b"a", 3, None]),
         (Sequence[int], [[], [1], (1, 2), torch.Size([2])], ["12", b"12", 3, ["1"], None, {}, nn.Linear(1, 1)]),
         (Iterable[int], [[1], iter("a"), {1}], ["12", 3, [None]]),
         (Mapping[str, int], [{}, {"a": 1}], [{1: 1}, {"a": "1"}, [], "a", None]),

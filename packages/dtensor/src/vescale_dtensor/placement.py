@@ -21,6 +21,8 @@ from torch.distributed.tensor import Replicate as Replicate
 from torch.distributed.tensor import Shard as Shard
 from torch.distributed.tensor.placement_types import Placement as Placement
 
+from ._errors import MeshError
+
 
 class InterleavedShard(Placement):
     """Shards `dim`, which consists of `groups` equal groups, so that every rank holds its part of each group.
@@ -66,6 +68,8 @@ def zigzag(ranks: int) -> tuple[int, ...]:
     >>> zigzag(3)
     (0, 1, 2, 2, 1, 0)
     """
+    if not 0 < ranks <= 1 << 24:
+        raise MeshError("zigzag", f"{ranks} is no number of ranks", (), [("zigzag(8)", "")])
     return (*range(ranks), *reversed(range(ranks)))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import chain, repeat
 from numbers import Integral, Real
+from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -99,6 +101,7 @@ def torch_call(function: Callable[P, T]) -> Callable[P, T]:
 def fits(value: Any, hint: Any) -> bool:
     """Returns whether a value is of the type that an annotation names. Text is no collection, and what an iterator
     yields is not looked at."""
+    hint = os.PathLike if hint is Path else hint  # what stands for a path may be of any class
     origin, inside = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
         return any(fits(value, one) for one in inside)

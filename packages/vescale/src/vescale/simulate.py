@@ -23,6 +23,8 @@ from ._simulation.state import RankState
 from ._simulation.store import Store
 from ._simulation.turns import Ended, Turns
 
+MOST_RANKS = 4096  # each is a thread
+
 
 def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs: Any) -> list[Any]:
     """Calls `function` on every rank of a world of `ranks` ranks, all in this process. Returns the results in rank
@@ -65,8 +67,8 @@ class World:
             raise MeshError(
                 "simulate", f"this is {world} already", (), [("a process of its own, without torchrun", "")]
             )
-        if ranks < 1:
-            raise MeshError("simulate", f"{ranks} ranks: at least one is needed", (), [("ranks=8", "")])
+        if not 1 <= ranks <= MOST_RANKS:
+            raise MeshError("simulate", f"{ranks} ranks: 1 to {MOST_RANKS:,} are possible", (), [("ranks=8", "")])
         self.ranks, self.has_ended = ranks, False
         self.why = ""  # what ended it, if an error did
         self._first_group = next(_worlds) * _MOST_GROUPS  # torch knows groups of all worlds of a thread by number

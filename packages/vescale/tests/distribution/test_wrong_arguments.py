@@ -39,6 +39,7 @@ WRONG = {
     "{}": {},
     "-1": -1,
     "nan": float("nan"),
+    "2**40": 2**40,
     "10**30": 10**30,
     "bytes": b"x",
     "lambda": lambda *given: 1.0,

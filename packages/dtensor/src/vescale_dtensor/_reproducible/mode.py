@@ -66,8 +66,8 @@ class reproducible(TorchFunctionMode):
     @typed_call
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
         super().__init__()
-        if threads < 1:
-            rule = f"threads is {threads}, not a number from 1 on"
+        if not 1 <= threads <= 1 << 16:
+            rule = f"threads is {threads}, not a number from 1 to {1 << 16:,}"
             raise ReproducibleError("reproducible", rule, (), [("threads=1", "")])
         self.splits, self.threads = Splits.of(splits), threads
         self._overlay = Overlay(self.splits)  # a mode that is entered again keeps its decisions
