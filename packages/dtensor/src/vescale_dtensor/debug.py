@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vescale_trace.stack import caller
 from vescale_trace.values import collect
 
 from ._communication import events as _events
@@ -185,7 +186,7 @@ def breakpoint(rank: int = 0) -> None:
         raise MeshError(
             "breakpoint", f"rank {rank} of a world of {world()[1]}", (), [("vescale.breakpoint()", "rank 0 drives")]
         )
-    stop_here(sys._getframe(1), rank)
+    stop_here(caller(), rank)
 
 
 def hook_breakpoints() -> None:

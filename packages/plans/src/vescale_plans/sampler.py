@@ -214,7 +214,7 @@ class SeededSamples(Dataset):
     `dataset[index]` and restored afterwards.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int = 0) -> None:
+    def __init__(self, dataset: Dataset | Sequence[Any], *, seed: int = 0) -> None:
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:

@@ -1,5 +1,4 @@
-"""Arguments of public functions, checked in one place: by the types that their signatures name.
-"""
+"""Arguments of public functions, checked in one place: by the types that their signatures name."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import chain, repeat
@@ -36,15 +36,15 @@ def typed_call(
     by_place = [one.name for one in signature.parameters.values() if one.kind < one.VAR_POSITIONAL]
     rest = [one.name for one in signature.parameters.values() if one.kind == one.VAR_POSITIONAL]
 
-    @functools.cache
-    def hints() -> dict[str, Any]:  # at the first call: a class that it names may be made later
-        return {name: hint for name in signature.parameters if by_type and (hint := _hint(function, name)) is not Any}
-
+    hints: list[dict[str, Any]] = []  # from the first call on: a class that it names may be made later
     refused = functools.partial(_refused, function, error)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        known = hints()
+        if not hints:
+            names = signature.parameters if by_type else ()
+            hints.append({name: hint for name in names if (hint := _hint(function, name)) is not Any})
+        (known,) = hints
         for name, value in chain(zip(chain(by_place, repeat(*rest) if rest else ()), args), kwargs.items()):
             if name in known and not fits(value, known[name]):
                 kind = _said(known[name], function.__annotations__[name])
@@ -64,10 +64,13 @@ def typed_call(
 def typed_facade(names: dict[str, Any], error: type[VescaleError], *classes: type) -> None:
     """Makes the functions that a package gives away, and the methods of these classes, as by `typed_call`, given its
     `globals()`: what is called inside of the package, in each step or for each tensor, is not checked."""
+    package = names["__name__"]
     for name, one in [*names.items()]:
-        if inspect.isfunction(one) and name[0] != "_" and one.__module__.startswith(f"{names['__name__']}."):
-            names[name] = typed_call(one, error)
-            names[name].__module__ = names["__name__"]  # where pickle finds it
+        if inspect.isfunction(one) and name[0] != "_":
+            if one.__module__.startswith(f"{package}."):
+                names[name] = one = typed_call(one, error)
+            if getattr(sys.modules.get(one.__module__), one.__qualname__, None) is not one:
+                one.__module__ = package  # where pickle finds it
     for kind in classes:
         typed_methods(kind, error)
 

@@ -25,6 +25,11 @@ def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def caller() -> FrameType:
+    """Returns the frame that called a public function, the caller of this one: past the check of its arguments."""
+    return next(frame for frame in frames(sys._getframe(2)) if module_of(frame) != f"{__package__}.arguments")
+
+
 def module_of(frame: FrameType) -> str:
     """Returns the name of the module whose code a frame runs."""
     return frame.f_globals.get("__name__") or ""

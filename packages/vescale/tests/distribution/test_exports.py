@@ -1,11 +1,14 @@
 """The public names of each package are these, and versions agree wherever they are written."""
 
 import importlib
+import inspect
+import pickle
 import types
 from pathlib import Path
 
 import pytest
 
+import vescale
 from package_tree import read_packages
 
 TOP = Path(__file__).absolute().parents[4]
@@ -245,6 +248,7 @@ PUBLIC = {
         "fork",
         "get_state",
         "is_deferred",
+        "is_unwritten",
         "manual_seed",
         "materialize",
         "materialize_shard",
@@ -292,3 +296,11 @@ def test_version(module):
     changelog = (package.folder / "CHANGELOG.md").read_text()
     newest = next(line for line in changelog.splitlines() if line.startswith("## "))
     assert newest == f"## {package.version}"
+
+
+def test_pickle_finds_every_public_function():
+    """A program that starts processes sends its functions by name."""
+    for name in dir(vescale):
+        one = getattr(vescale, name)
+        if inspect.isfunction(one) and name[0] != "_":
+            assert pickle.loads(pickle.dumps(one)) is one, name

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -251,8 +252,8 @@ def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, .
     return plain if not nested and cut(state, size, count) == cut(plain, size, count) else state
 
 
-Placements = Placement | Sequence[Placement]
-"""As users write them."""
+Placements = Placement | Sequence[Placement] if TYPE_CHECKING else Any
+"""As users write them. Whoever reads them checks them, and says which one is wrong."""
 
 
 def as_tuple(operation: str, placements: Placements) -> tuple[Placement, ...]:
