@@ -49,7 +49,7 @@ def run(name: str, seed: int, machines: int, undisturbed: dict[str, str]) -> dic
     if layout not in undisturbed:
         with tempfile.TemporaryDirectory() as folder:
             text = started("nothing", layout, 0, folder, machines)[0]
-        (undisturbed[layout],) = {*re.findall(r"digest (\w+)", text)}
+        (undisturbed[layout],) = {*re.findall(r"digest ([0-9a-f]{64})", text)}
     culprit = chance.randrange(2)
     with tempfile.TemporaryDirectory() as folder:
         return judged(name, layout, culprit, undisturbed[layout], *started(name, layout, culprit, folder, machines))
@@ -101,8 +101,8 @@ def environment(pid: int) -> str:
 def judged(
     name: str, layout: str, culprit: int, undisturbed: str, text: str, statuses: list, ended: float, left: list
 ) -> dict:
-    departed = [float(one) for one in re.findall(r"^departs ([\d.]+)", text, re.M)]
-    digests = {*re.findall(r"digest (\w+)", text)}
+    departed = [float(one) for one in re.findall(r"departs (\d+\.\d+)", text)]
+    digests = {*re.findall(r"digest ([0-9a-f]{64})", text)}
     told = [line for line in text.splitlines() if re.search(rf"\brank ?{culprit}\b", line)]
     files = re.findall(r'watched_(ways|training)\.py(?::|", line )\d+', "\n".join(told))
     known = {
