@@ -64,7 +64,7 @@ def test_a_step_that_is_no_number_is_said_by_all_ranks(tmp_path):
 
 @pytest.mark.parametrize("fields", [{"last": 1.5}, {"every": True}, {"last": 0}, {"count": "2"}])
 def test_retention_counts(fields):
-    with pytest.raises(ValueError, match="integers of at least 1"):
+    with pytest.raises(MismatchError, match="each is a number from 1 on"):
         Retention(**fields)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, wait_for_save
 from ._tied import compare_tied
-from .format._step import step_number, step_of, step_replaced
+from .format._step import Step, step_number, step_of, step_replaced
 from .format._text import printable
 from .io._commit import Root
 from .io._memory import without_collector
 from .io._read import Files, read_all
 from .io._retention import Retention, check_metrics
 from .io._source import opened
+from .io._storage import Path
 from .plan._bare_names import with_model_key
 from .plan._choice import Choice, Report
 from .plan._joined import Join, with_joined
@@ -30,13 +30,13 @@ _SHOWN = 8
 
 
 def save(
-    path: str | os.PathLike[str],
-    state: Mapping[str, Any],
+    path: Path,
+    state: Mapping[Any, Any],
     *,
     asynchronous: bool = False,
-    step: int | None = None,
+    step: Step = None,
     retention: Retention | None = None,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[Any, Any] | None = None,
     overwrite: bool = False,
 ) -> PendingSave:
     """Saves `state` as one step under `path`. Call it on every rank.
@@ -81,10 +81,10 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str],
-    state: MutableMapping[str, Any],
+    path: Path,
+    state: MutableMapping[Any, Any],
     *,
-    step: int | None = None,
+    step: Step = None,
     only: Iterable[str] | str | None = None,
     rename: Mapping[str, str] | None = None,
     join: Join | None = None,
@@ -143,7 +143,7 @@ def load(
         raise
 
 
-def latest(path: str | os.PathLike[str]) -> int | None:
+def latest(path: Path) -> int | None:
     """Returns the number of the newest committed step under `path`, or None where there is none yet. Call it on every
     rank: rank 0 looks, and all ranks get its answer.
 
@@ -166,7 +166,7 @@ def latest(path: str | os.PathLike[str]) -> int | None:
 
 
 def _load(
-    session: Session, path: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | None, choice: Choice,
+    session: Session, path: Path, state: MutableMapping[str, Any], step: int | None, choice: Choice,
     join: Join | None, verify: bool | str, touched: list[str],
 ) -> Report:  # fmt: skip
     """A function of its own, so that what it made is gone before the collector is back."""

@@ -17,7 +17,7 @@ from vescale_dtensor import DTensor
 from ._errors import ConflictError, UnsafeError
 from .format._box import full_box, stored
 from .format._dtypes import DTYPES, NAMES, SIZES, header_entry
-from .io._storage import LocalStorage, Storage, guarded, storage_of
+from .io._storage import LocalStorage, Path, Storage, guarded, storage_of
 from .io._write import Source, chunks_of, flat_of
 from .plan._state import first_names
 from .sync._sync import Session, session_of
@@ -43,7 +43,7 @@ class FullTensor(NamedTuple):
 
 
 def export_huggingface(
-    path: str | os.PathLike[str],
+    path: Path,
     model: nn.Module,
     *,
     config: Any = None,

@@ -16,10 +16,12 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._errors import StorageError, of_system
 
+Path = str | os.PathLike[str] if TYPE_CHECKING else Any
+"""As users give it: `storage_of` says what is none."""
 _MOST_BUFFERS = 512  # of one vectored call; IOV_MAX is 1024
 FLUSH_BYTES = 64 << 20  # written since the last early sync, for another
 
