@@ -11,8 +11,10 @@ import torch
 from .._errors import MismatchError
 from ._text import shown
 
-Step = int | None if TYPE_CHECKING else Any
-"""As users give it, any integer: `step_number` says what is none."""
+if TYPE_CHECKING:
+    Step = int | None
+else:
+    Step = Any  # as users give it, any integer: `step_number` says what is none
 MOST_STEP = 10**18 - 1
 _NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 _REPLACED = re.compile(r"step-(\d{8,18})\.old-[0-9a-f]+", re.ASCII)

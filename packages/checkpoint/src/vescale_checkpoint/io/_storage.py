@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._errors import StorageError, of_system
 
-Path = str | os.PathLike[str] if TYPE_CHECKING else Any
-"""As users give it: `storage_of` says what is none."""
+if TYPE_CHECKING:
+    Path = str | os.PathLike[str]
+else:
+    Path = Any  # as users give it: `storage_of` says what is none
 _MOST_BUFFERS = 512  # of one vectored call; IOV_MAX is 1024
 FLUSH_BYTES = 64 << 20  # written since the last early sync, for another
 

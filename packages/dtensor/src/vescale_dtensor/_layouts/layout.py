@@ -252,8 +252,10 @@ def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, .
     return plain if not nested and cut(state, size, count) == cut(plain, size, count) else state
 
 
-Placements = Placement | Sequence[Placement] if TYPE_CHECKING else Any
-"""As users write them. Whoever reads them checks them, and says which one is wrong."""
+if TYPE_CHECKING:
+    Placements = Placement | Sequence[Placement]
+else:
+    Placements = Any  # as users write them: whoever reads them says which one is wrong
 
 
 def as_tuple(operation: str, placements: Placements) -> tuple[Placement, ...]:
