@@ -26,11 +26,8 @@ from .plan import Pipeline as Pipeline
 from .plan import Plan as Plan
 from .plan import PlanError as PlanError
 from .plan import Precision as Precision
-from .sampler import GlobalBatchSampler as GlobalBatchSampler
-from .sampler import SeededSamples as SeededSamples
 from .search import InfeasibleError as InfeasibleError
 from .search import generate_plan as generate_plan
 
-_of_this = Boundary, Calls, GlobalBatchSampler, Loader, Pipeline, Plan, Precision, SeededSamples
-_typed_facade(globals(), PlanError, *_of_this)
+_typed_facade(globals(), PlanError, Boundary, Calls, Loader, Pipeline, Plan, Precision)
 del _vescale_rng

@@ -49,13 +49,11 @@ from vescale_pipeline import PipelineFailure as PipelineFailure
 from vescale_pipeline import ScheduleError as ScheduleError
 from vescale_pipeline import balanced_cuts as balanced_cuts
 from vescale_plans import Boundary as Boundary
-from vescale_plans import GlobalBatchSampler as GlobalBatchSampler
 from vescale_plans import InfeasibleError as InfeasibleError
 from vescale_plans import Pipeline as Pipeline
 from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import Precision as Precision
-from vescale_plans import SeededSamples as SeededSamples
 from vescale_plans import SharedMemoryWarning as SharedMemoryWarning
 from vescale_plans import CompileWarning as CompileWarning
 from vescale_plans import DryRun as DryRun

@@ -172,14 +172,16 @@ def test_online_reshard_goes_on_as_from_disk(mesh, fields):
 
 def samples(path, mesh, batches, load):
     """The places that this rank's part of some global batches has, after a checkpoint or before one."""
-    sampler = vescale.GlobalBatchSampler(1000, vescale.Plan(mesh=mesh, parameters={"*": {}}), batch_size=12, seed=3)
+    order = torch.Generator().manual_seed(3)
+    whole = torch.utils.data.DataLoader(torch.arange(1000), batch_size=12, shuffle=True, generator=order)
+    loader = vescale.loader(whole, vescale.Plan(mesh=mesh, parameters={"*": {}}))
     if load:
-        vescale.load(path, {"loader": sampler})
+        vescale.load(path, {"loader": loader})
     seen = []
-    for _, batch in zip(range(batches), sampler):
-        seen.append([int(index) for index in batch])
+    for _, batch in zip(range(batches), loader):
+        seen.append((batch.to_local() if isinstance(batch, vescale.DTensor) else batch).tolist())
     if not load:
-        vescale.save(path, {"loader": sampler})
+        vescale.save(path, {"loader": loader})
     return seen
 
 
