@@ -286,7 +286,7 @@ def test_tensors_in_any_container_are_filled_in_place(tmp_path, make):
 
 def test_a_state_that_is_no_dict_is_told(saved):
     for call in (lambda: save(saved[0], Net()), lambda: load(saved[0], Net()), lambda: load(saved[0], [1])):
-        with pytest.raises(MismatchError, match=r"state is (a Net|\[1\]), not (Mutable)?Mapping\[str, Any\]"):
+        with pytest.raises(MismatchError, match=r"state is (a Net|\[1\]), not (Mutable)?Mapping"):
             call()
 
 
