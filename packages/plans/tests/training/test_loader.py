@@ -244,7 +244,7 @@ REFUSED = {
     "other shapes": (lambda: list(loader(DataLoader(Ragged(8), 4), PLANS[2])), "rows of one batch have other shapes"),
     "names": (lambda: list(loader(DataLoader(Names(8), 4), PLANS[2])), "a batch holds something that is not a tensor"),
     "wrapped twice": (lambda: loader(loader(MADE["shuffled"](), PLANS[2]), PLANS[2]), "not a torch DataLoader"),
-    "no loader": (lambda: loader([1, 2], PLANS[2]), "a list is not a torch DataLoader"),
+    "no loader": (lambda: loader([1, 2], PLANS[2]), "loader is [1, 2], not DataLoader"),
     "promise for batches": (
         lambda: loader(DataLoader(Rows(7), batch_size=None), PLANS[2], parts=True),
         "the dataset's items are batches already",
