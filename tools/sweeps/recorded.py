@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,26 @@ def tree() -> str:
     return asked.stdout.strip()
 
 
-def read(file: Path) -> dict[str, dict]:
-    """The last line of each test."""
+def read(file: Path, key: str = "test") -> dict[Any, dict]:
+    """The last line of each test, or of whatever `key` names."""
     lines = file.read_text().splitlines() if file.exists() else []
-    return {line["test"]: line for line in map(json.loads, lines)}
+    return {line[key]: line for line in map(json.loads, lines)}
+
+
+def resumed(
+    file: Path, key: str, cases: Iterable[Any], run: Callable[[Any], dict], unsaid: Sequence[str]
+) -> list[dict]:
+    """Runs the cases that the file has no line of, and adds one for each; prints it without what is `unsaid`. Returns
+    all lines."""
+    known = read(file, key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        if case not in known:
+            known[case] = run(case)
+            with file.open("a") as lines:
+                lines.write(json.dumps(known[case]) + "\n")
+            print({name: value for name, value in known[case].items() if name not in unsaid}, flush=True)
+    return [*known.values()]
 
 
 def main() -> int:

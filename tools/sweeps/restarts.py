@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from vescale_dtensor.testing import free_port
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
-from sweeps.recorded import tree
+from sweeps.recorded import resumed, tree
 
 STEPS, RESTARTS, START_S, LIMIT_S = 6, 3, 30, 300
 PHASES = {"training": 0.03, "saving": 0.06, "overwriting": 0.06, "loading": 0.06}
@@ -210,15 +211,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=14)
     options = parser.parse_args()
-    lines = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
-    done = {line["job"] for line in lines}
-    for job in range(options.jobs) if options.do == "run" else ():
-        if job not in done:
-            lines.append(run(options.seed, job))
-            options.file.parent.mkdir(parents=True, exist_ok=True)
-            with options.file.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-            print({key: value for key, value in lines[-1].items() if key not in ("errors", "tree")}, flush=True)
+    jobs = range(options.jobs) if options.do == "run" else ()
+    lines = resumed(options.file, "job", jobs, partial(run, options.seed), ("errors", "tree"))
     if options.do == "tell":
         tell(lines)
     return any(line["wrong"] for line in lines)

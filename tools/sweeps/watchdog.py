@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from vescale_dtensor.testing import free_port
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from sweeps import watched_training as training
 from sweeps import watched_ways as ways
-from sweeps.recorded import tree
+from sweeps.recorded import resumed, tree
 
 HANG_S, PATIENCE_S, TIMEOUT_S = 6, 10, 30
 """Bounds: of a wait for a communication, of one in a save or load, and of the process group."""
@@ -137,16 +137,8 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=sorted(ways.WAYS), default=[*ways.WAYS])
     options = parser.parse_args()
-    lines = [json.loads(line) for line in options.file.read_text().splitlines()] if options.file.exists() else []
-    done, undisturbed = {one["way"] for one in lines}, {}
-    for name in options.only if options.do == "run" else ():
-        if name in done:
-            continue
-        lines.append(run(name, options.seed, options.machines, undisturbed))
-        options.file.parent.mkdir(parents=True, exist_ok=True)
-        with options.file.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-        print({key: value for key, value in lines[-1].items() if key not in ("said", "tree")}, flush=True)
+    departs = partial(run, seed=options.seed, machines=options.machines, undisturbed={})
+    lines = resumed(options.file, "way", options.only if options.do == "run" else (), departs, ("said", "tree"))
     if options.do == "tell":
         tell(lines)
     return not all(one["holds"] for one in lines)

@@ -68,7 +68,6 @@ from ._flex.kernel import flex_formulas as flex_formulas
 from ._flex.kernel import flex_without_data as flex_without_data
 from ._layouts import drawing as drawing
 from ._layouts.drawing import Picture as Picture
-from ._layouts.layout import Placements as Placements
 from ._layouts.layout import canonical_states as canonical_states
 from ._layouts.layout import layout_of as layout_of
 from ._layouts.mesh import Mesh as Mesh

@@ -15,13 +15,32 @@ Uneven sizes follow `torch.chunk` wherever nothing else is said.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Partial as Partial
 from torch.distributed.tensor import Replicate as Replicate
 from torch.distributed.tensor import Shard as Shard
 from torch.distributed.tensor.placement_types import Placement as Placement
 
-from ._errors import MeshError
+from vescale_trace.text import shown
+
+from ._errors import MeshError, PlacementError
+
+if TYPE_CHECKING:
+    Placements = Placement | Sequence[Placement]
+else:
+    Placements = Any  # as users write them: `as_tuple` and whoever reads them say which one is wrong
+
+
+def as_tuple(operation: str, placements: Placements) -> tuple[Placement, ...]:
+    """Returns the placements of a call; one stands for itself. Raises PlacementError for what is none."""
+    if isinstance(placements, Placement):
+        return (placements,)
+    try:
+        return tuple(placements)
+    except TypeError:
+        rule = f"placements are {shown(placements)}: one placement per axis of the mesh is needed"
+        raise PlacementError(operation, rule, (), [("[Shard(0)]", ""), ("[Replicate()]", "")]) from None
 
 
 class InterleavedShard(Placement):

@@ -11,15 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from vescale_trace.text import shown
-
 from .._errors import InternalError, MeshError, PlacementError
-from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
+from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard, as_tuple
 from .mesh import Mesh, mesh_of
 from .region import Box, Ranges, boxes, cut, cut_sizes, divides, flat_cut
 from .state import INVARIANT, PARTIAL, REPLICATE, State, flat, sharded
@@ -250,23 +247,6 @@ def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, .
     plain = sharded(state.dim)
     count, size = mesh.sizes[axis], shape[state.dim]
     return plain if not nested and cut(state, size, count) == cut(plain, size, count) else state
-
-
-if TYPE_CHECKING:
-    Placements = Placement | Sequence[Placement]
-else:
-    Placements = Any  # as users write them: whoever reads them says which one is wrong
-
-
-def as_tuple(operation: str, placements: Placements) -> tuple[Placement, ...]:
-    """Returns the placements of a call; one stands for itself. Raises PlacementError for what is none."""
-    if isinstance(placements, Placement):
-        return (placements,)
-    try:
-        return tuple(placements)
-    except TypeError:
-        rule = f"placements are {shown(placements)}: one placement per axis of the mesh is needed"
-        raise PlacementError(operation, rule, (), [("[Shard(0)]", ""), ("[Replicate()]", "")]) from None
 
 
 def canonical_states(

@@ -20,10 +20,10 @@ from .._communication.objects import gather_objects
 from .._conversions.convert import convert, from_plain, on_device, own_copy, shares_storage
 from .._conversions.steps import route_of
 from .._errors import GradientError, PlacementError, ShapeError
-from .._layouts.layout import Layout, Placements, as_tuple, canonical_states, layout_of
+from .._layouts.layout import Layout, canonical_states, layout_of
 from .._layouts.mesh import Mesh, mesh_of
 from .._layouts.state import INVARIANT, PARTIAL, REPLICATE
-from ..placement import Partial, Placement, RaggedShard
+from ..placement import Partial, Placement, Placements, RaggedShard, as_tuple
 from .loans import borrow
 from .tensor import DTensor, attach, local_only
 

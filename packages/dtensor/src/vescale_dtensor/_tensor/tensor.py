@@ -204,20 +204,10 @@ class DTensor(Tensor, metaclass=TensorType):
 
 DTensor._kind = DTensor
 
-_INTERNAL = frozenset(
-    (
-        "_layout",
-        "_conversions",
-        "_sliced",
-        "_reduced_grad",
-        "_refusal",
-        "_owner",
-        "_loan",
-        "_source",
-        "_gradient_of",
-        "_of",
-    )
-)
+_INTERNAL = frozenset((
+    "_layout", "_conversions", "_sliced", "_reduced_grad", "_refusal", "_owner", "_loan", "_source", "_gradient_of",
+    "_of",
+))  # fmt: skip
 
 
 def attributes_beside(tensor: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import attributes_of, distribute, is_deferred, materialize
+from vescale_trace.stack import PACKAGES
 
 from .._capture.explain import compiled
 from .._capture.mode import Mode, check_compiler, mode_of
@@ -271,7 +272,7 @@ def _move_buffers(model: nn.Module, mesh: Mesh) -> None:
                 module._buffers[name] = moved[id(buffer)]
 
 
-_ENGINES = ("torch", "vescale_dtensor", "vescale_pipeline", "functorch")
+_ENGINES = (*PACKAGES, "torch", "functorch")
 _IN_PYTHON = ("torch.distributions",)
 """Parts of torch that are written as user code is, over public functions."""
 

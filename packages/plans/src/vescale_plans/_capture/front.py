@@ -106,8 +106,8 @@ class Captured(Alone):
                 out = self._through_graph(args, kwargs)
                 self.last = ""
                 return out
-            except (Refused, *compiler_errors()) as error:
-                if self._made is not None:
+            except Exception as error:  # while the compiler traces, nothing has run: an eager call says what is wrong
+                if self._made is not None or not (self.is_asking or isinstance(error, (Refused, *compiler_errors()))):
                     raise
                 why = self.failure or _reason(error)
                 self._refuse(kind, why, getattr(error, "lasts", True))

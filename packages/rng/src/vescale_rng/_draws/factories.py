@@ -9,7 +9,8 @@ from torch import Generator, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, distribute_tensor, empty
-from vescale_dtensor.engine import Placements, mesh_of
+from vescale_dtensor.engine import mesh_of
+from vescale_dtensor.placement import Placements
 from vescale_trace.arguments import torch_call
 
 from .._cpu.stream import Draw
