@@ -35,7 +35,7 @@ def step(model, optimizer, number):
     optimizer.zero_grad()
 
 
-def fsdp2(path, flat, key):
+def fsdp2(path, form, key):
     """Saves after STEPS; the parameters one step later."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -46,7 +46,10 @@ def fsdp2(path, flat, key):
     optimizer = optimizer_of(model)
     for number in range(STEPS):
         step(model, optimizer, number)
-    states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    if form == "numbers":
+        states = model.state_dict(), optimizer.state_dict()
+    else:
+        states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=form == "flat"))
     dcp.save({"model": states[0], key: states[1]}, checkpoint_id=path)
     step(model, optimizer, STEPS)
     return [p.full_tensor().detach() for p in model.parameters()]
@@ -67,9 +70,24 @@ def goes_on(path, zero, key):
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("flat", "key"), [(False, "optimizer"), (True, "optim")])
-def test_training_goes_on_as_fsdp2s(tmp_path, flat, key):
-    wanted = run_ranks(2, fsdp2, f"{tmp_path}/dcp", flat, key)[0]
+@pytest.mark.parametrize(("form", "key"), [("names", "optimizer"), ("flat", "optim"), ("numbers", "optimizer")])
+def test_training_goes_on_as_fsdp2s(tmp_path, form, key):
+    wanted = run_ranks(2, fsdp2, f"{tmp_path}/dcp", form, key)[0]
     for ranks, zero in ((2, 2), (2, 3), (1, 1)):
         for found in run_ranks(ranks, functools.partial(goes_on, f"{tmp_path}/dcp", zero, key)):
             torch.testing.assert_close(found, wanted)
+
+
+def other_groups(path):
+    model = made()
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3)
+    model, optimizer = vescale.parallelize(plan, model, torch.optim.AdamW(model.parameters()))
+    before = [p.full_tensor().detach() for p in model.parameters()]
+    with pytest.raises(vescale.MismatchError, match=r"numbers.*\[2, 4\].*\[6\].*get_state_dict"):
+        vescale.load(path, {"model": model, "optimizer": optimizer})
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before)) and not optimizer.state
+
+
+def test_numbers_of_other_groups_are_refused(tmp_path):
+    run_ranks(2, fsdp2, f"{tmp_path}/dcp", "numbers", "optimizer")
+    run_ranks(2, other_groups, f"{tmp_path}/dcp")

@@ -39,7 +39,7 @@ from ._state import (
     optimizer_parts,
     parameter_names,
 )
-from ._torch_groups import of_torch
+from ._torch_groups import numbers, of_torch
 
 _ABSENT = object()
 _detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched
@@ -202,16 +202,31 @@ class Restore:
         if not any(self._choice.takes(f"{path}.{part}") for part in ("state.", "groups")):
             self.skipped.append(path)
             return
+        saved = saved if isinstance(saved, dict) else {"state": {}, "groups": []}
+        own = [group["params"] for group in optimizer_parts(optimizer, self._names, materialize=False)["param_groups"]]
+        by_number = numbers(saved, own)
+        if by_number is None:
+            theirs = [len(group["params"]) for group in saved["groups"]]
+            self._faults.append(
+                f"{path}: was saved by numbers of parameters, of groups of {theirs}, where this optimizer's have "
+                f"{[len(names) for names in own]}; torch's get_state_dict saves names, which load anywhere"
+            )
+            return
+
+        def named(saved_name: str) -> str:
+            return by_number.get(saved_name) or self._choice.renamed(saved_name)
+
         index: dict[str, dict[str, str]] = {}
         for rest, name in self._index(f"{path}.state.", renames=False).items():
             parameter, _, key = rest.rpartition(".")
-            index.setdefault(self._choice.renamed(parameter), {})[key] = name
-        saved = saved if isinstance(saved, dict) else {"state": {}, "groups": []}
-        values = {self._choice.renamed(name): entries for name, entries in saved["state"].items()}
-        if hasattr(optimizer, "sharded_state_dict"):
-            self._sharded_optimizer(path, optimizer, index, values, saved["groups"])
-        else:
-            self._plain_optimizer(path, optimizer, index, values, saved["groups"])
+            index.setdefault(named(parameter), {})[key] = name
+        values = {named(name): entries for name, entries in saved["state"].items()}
+        groups = [
+            {**group, "params": [named(str(one)) for one in decode(group["params"], self._fresh)]}
+            for group in saved["groups"]
+        ]
+        load = self._sharded_optimizer if hasattr(optimizer, "sharded_state_dict") else self._plain_optimizer
+        load(path, optimizer, index, values, groups)
 
     def _sharded_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
         parts = optimizer_parts(optimizer, self._names, materialize=True)
@@ -262,8 +277,7 @@ class Restore:
 
     def _without_state(self, index: Mapping, values: Mapping, groups: list) -> set[str]:
         """Parameters that the saved optimizer had, and no state of: no step was taken yet, or they are frozen."""
-        known = {self._choice.renamed(name) for group in groups for name in decode(group["params"], self._fresh)}
-        return known - index.keys() - values.keys()
+        return {name for group in groups for name in group["params"]} - index.keys() - values.keys()
 
     def _state_tensor(self, parameter: Tensor, there: Any, name: str) -> Tensor:
         """The memory for one tensor of a parameter's state: what is there, or fresh and laid out like the parameter."""
@@ -277,11 +291,7 @@ class Restore:
 
     def _groups(self, path: str, optimizer: Any, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
         """Returns, for each of the optimizer's groups, the saved options of the group that its parameters were in."""
-        of = {
-            self._choice.renamed(name): i
-            for i, group in enumerate(saved)
-            for name in decode(group["params"], self._fresh)
-        }
+        of = {name: i for i, group in enumerate(saved) for name in group["params"]}
         found = []
         for i, group in enumerate(names):
             sources = {of[name] for name in group if name in of}

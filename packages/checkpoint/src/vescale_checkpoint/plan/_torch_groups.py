@@ -1,14 +1,16 @@
-"""Converts optimizer groups saved by torch's `get_state_dict` to the form of this package."""
+"""Converts optimizer groups saved by torch's `get_state_dict` or `optimizer.state_dict()` to the form of this package."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def of_torch(saved: Any) -> dict[str, Any] | None:
-    """An optimizer's entry, from one with `param_groups`: a list with names of parameters; or flattened, with an entry
-    for each parameter and option, of which equal ones are a group. None of anything else."""
+    """An optimizer's entry, from one with `param_groups`: a list with names of parameters, or with their numbers (see
+    `numbers`); or flattened, with an entry for each parameter and option, of which equal ones are a group. None
+    of anything else."""
     if not isinstance(saved, dict):
         return None
     given, state = saved.get("param_groups"), saved.get("state")
@@ -16,7 +18,7 @@ def of_torch(saved: Any) -> dict[str, Any] | None:
         groups = [
             {"params": group["params"], "options": {key: value for key, value in group.items() if key != "params"}}
             for group in given
-            if isinstance(group, dict) and _are_names(group.get("params"))
+            if isinstance(group, dict) and (_are(str, group.get("params")) or _are(int, group.get("params")))
         ]
     else:
         options: dict[str, dict[str, Any]] = {}
@@ -33,5 +35,21 @@ def of_torch(saved: Any) -> dict[str, Any] | None:
     return {"state": values, "groups": groups} if groups else None
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+def numbers(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, str] | None:
+    """Maps the numbers of a saved optimizer's parameters to their names: as in torch, numbers count through the groups.
+
+    Arguments:
+        saved: what `of_torch` returned, or an entry of this package.
+        groups: the names of each group of the optimizer that is loaded.
+
+    Returns: an empty mapping where the saved optimizer has names; None where its groups have other lengths.
+    """
+    counts = [len(group["params"]) for group in saved["groups"] if _are(int, group["params"])]
+    if not counts:
+        return {}
+    names = [name for group in groups for name in group]
+    return {str(i): name for i, name in enumerate(names)} if counts == [len(group) for group in groups] else None
+
+
+def _are(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
