@@ -139,7 +139,9 @@ def _stored(entry: Any, file: str, start: int, nbytes: int, path: str) -> Stored
         if not fits or high - low != prod(shape) * SIZES[dtype] or start + high > nbytes:
             raise ValueError(f"bytes [{shown(low)}, {shown(high)}) for {dtype}{shown([*shape])} in a file of {nbytes}")
     except (ValueError, TypeError, KeyError) as error:
-        raise FormatError("load", f"an entry of the header is wrong: {reason_of(error)}", [f"path  {path}"]) from error
+        raise FormatError(
+            "load", f"an entry of the header is wrong: {reason_of(error)}", [f"path  {path}"]
+        ) from error
     sections = (Section(full_box(shape), file, start + low, start + high, ""),) if high > low else ()
     return Stored(dtype, shape, sections)
 

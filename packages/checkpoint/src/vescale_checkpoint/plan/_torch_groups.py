@@ -1,4 +1,4 @@
-"""Converts optimizer groups saved by torch's `get_state_dict` or `optimizer.state_dict()` to the form of this package."""
+"""Converts optimizer groups saved by torch, by `get_state_dict` or `optimizer.state_dict()`, to this package's form."""
 
 from __future__ import annotations
 
