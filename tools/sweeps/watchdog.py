@@ -45,7 +45,8 @@ RANK_ALONE = {"exits", "exits_at_once", "killed", "stopped", "holds_the_interpre
 def run(name: str, seed: int, machines: int, undisturbed: dict[str, str]) -> dict:
     """What came of a way. `undisturbed`: by layout, what a training gives in which nothing happens; made here."""
     chance = random.Random(f"{seed} {name}")
-    layout = chance.choice(training.LAYOUTS[1:3] if name in ways.SHARDED else training.LAYOUTS)
+    span = slice(1, 3) if name in ways.SHARDED else slice(3) if name in ways.SHARED else slice(None)
+    layout = chance.choice(training.LAYOUTS[span])
     if layout not in undisturbed:
         with tempfile.TemporaryDirectory() as folder:
             text = started("nothing", layout, 0, folder, machines)[0]

@@ -170,6 +170,8 @@ MADE = ("another_plan", "another_model", "another_order")
 WAYS = (*BEFORE, *INSTEAD, *LEGAL, *MADE)
 SHARDED = {"gathers_alone", "reads_a_norm_alone"}
 """Ways that are odd only where a parameter is sharded."""
+SHARED = {"freezes_alone"}
+"""Ways that are odd only where several ranks hold a parameter: of its one owner they are values like others."""
 
 
 def depart(way: str, job: Any) -> None:

@@ -5,6 +5,10 @@ No other module of the package names a private part of torch: `make check` holds
 """
 
 import torch
+from torch.utils import _python_dispatch
 
 # Runs functions of subclasses as on plain tensors. Instead: the public `torch.overrides` name of it.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+# A tensor that is made of others, of no bits of its own. Instead: a public `torch.utils` name of it.
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass

@@ -264,6 +264,23 @@ def test_ranks_with_other_batches_are_told():
     assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
 
 
+def other_values(departs):
+    """Labels of another batch from a call on, on the rank of the last stage alone: its loss is of no batch."""
+    from torch import distributed as dist
+
+    model, _ = parallel(Net(), ranks=4)
+    for number in range(departs + 11):
+        rows, labels = batch()
+        model(rows, labels + (number >= departs and dist.get_rank() == 3)).backward()
+
+
+@pytest.mark.parametrize("departs", [0, 4])
+def test_ranks_with_other_values_in_a_batch_are_told_within_ten_calls(departs):
+    outcomes = run_ranks(4, lambda: outcome(lambda: other_values(departs)))
+    assert all(issubclass(kind, PipelineError) for kind, _, _, _ in outcomes)
+    assert all("are about to run different things (another batch" in text for _, text, _, _ in outcomes)
+
+
 def left_out(way, ranks):
     """Steps in which the rank of the last stage alone runs the backward, as where stages are driven by hand."""
     from torch import distributed as dist

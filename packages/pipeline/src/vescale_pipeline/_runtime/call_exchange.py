@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.in_step import first_bits, is_turn
+from vescale_trace.values import tensors_in
+
 from .._errors import PipelineError
 from .._transport.messages import PARTS
 from .._transport.p2p import Arrival, Part, part_of
@@ -30,8 +33,10 @@ def all_failed(member: Member, number: int) -> bool:
     return all(mode == FAILED for _, mode, *_ in told)
 
 
-def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) -> bool:
+def greet(member: Member, number: int, call: Call, parts: list[Any], trains: bool, changed: bool) -> bool:
     """Neighbours compare what they are about to run, as their `number`th call; gives whether `changed` holds anywhere.
+
+    Of `parts`, the batch, the bits are compared in the first calls and then every so many (`vescale_trace.in_step`).
 
     Every rank hears the word of all: in a ring it goes over ever larger distances, each time with all that is known by
     then. Cost: messages of 48 bytes, each way to two neighbours, and with more than 3 ranks to two others in each of
@@ -42,7 +47,8 @@ def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) 
     ranks, tag = member.schedule.ranks, member.tags("greet")
     peers = _at_distance(1, member)
     backwards = member.link.backwards
-    mine = [number, int(trains), backwards, call.digest(member.schedule), _digest_of_generator(member, call)]
+    what_runs = call.digest(member.schedule) ^ _digest_of_batch(member, number - 1, parts)
+    mine = [number, int(trains), backwards, what_runs, _digest_of_generator(member, call)]
     for peer, (*theirs, word) in zip(peers, member.link.exchange(peers, tag, [*mine, int(changed)])):
         changed = changed or bool(word)
         if theirs[1] == FAILED:
@@ -89,6 +95,13 @@ def _at_distance(distance: int, member: Member) -> list[int]:
     """The ranks that far from this one in a ring, both ways."""
     ranks = member.schedule.ranks
     return sorted({(member.rank + step) % ranks for step in (-distance, distance)} - {member.rank})
+
+
+def _digest_of_batch(member: Member, number: int, parts: list[Any]) -> int:
+    """Digest of the batch's bits, in the calls that look at them."""
+    if not is_turn(number, member.link.device.type):
+        return 0
+    return hash((*first_bits([member.codec.encode(tensor)[0] for tensor in tensors_in(parts)]),))
 
 
 def _digest_of_generator(member: Member, call: Call) -> int:

@@ -334,7 +334,7 @@ class Runtime:
             doing.action = f"the beginning of call {self.calls}"
             trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
             changed, self._trained = list(trained) != self._trained, list(trained)
-            if greet(self._member, self.calls, call, trains, changed):
+            if greet(self._member, self.calls, call, parts, trains, changed):
                 for known in self._calls.values():
                     known.forget_headers()
             for stage in self._member.stages.values():

@@ -22,24 +22,12 @@ from torch import nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import Mesh, line_numbers
 from vescale_rng.state import draws, drifted, fingerprints, generators_of
+from vescale_trace.in_step import first_bits
 from vescale_trace.values import tensors_in
 
-from ..installed._replicas import Replicas, first_bits
+from ..installed._replicas import Replicas
 
-FIRST, EVERY, FULL = 3, 10, 100
-"""Calls of which each is checked in full; then one of how many is checked, and one of how many in full."""
 _DRAWS, _DRIFTED, _APART = 1, 2, 4
-
-
-def is_full(number: int) -> bool:
-    """True for the calls that are checked in full, counted from 0."""
-    return number < FIRST or number % FULL == 0
-
-
-def is_turn(number: int, mesh: Mesh) -> bool:
-    """True for the calls that are checked. The numbers that ranks tell each other come from the device: one that runs
-    behind the host would be waited for, so there only those that are checked in full are."""
-    return is_full(number) or (mesh.device_type == "cpu" and number % EVERY == 0)
 
 
 class InStep:

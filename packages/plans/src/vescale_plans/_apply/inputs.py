@@ -40,6 +40,7 @@ from vescale_dtensor.engine import (
     on_device,
     sharded,
 )
+from vescale_trace.in_step import FIRST, is_full, is_turn
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import add_step
@@ -52,7 +53,7 @@ from .._torch_private import (
     is_traceable_wrapper_subclass,
 )
 from .balance import Balance
-from .in_step import FIRST, InStep, differ, is_full, is_turn
+from .in_step import InStep, differ
 from .inference import writes_counted
 from .join import join, tensor_mesh
 
@@ -115,7 +116,7 @@ class RootBoundary:
         if _current_graph_task_id() != -1 or is_checkpoint_selective():
             counts = False  # a checkpoint's first pass and its second must call the same functions
         self._calls += counts
-        checks = counts and is_turn(number, self._mesh)
+        checks = counts and is_turn(number, self._mesh.device_type)
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
@@ -219,7 +220,7 @@ def shard_batch(plan: PlanFields, batch: Any) -> Any:
     mesh = mesh_of(tensor_mesh(plan))
     calls = _calls_of.get(mesh, 0)
     _calls_of[mesh] = calls + 1
-    if is_turn(calls, mesh) and (is_full(calls) or differ(batch, mesh)):
+    if is_turn(calls, mesh.device_type) and (is_full(calls) or differ(batch, mesh)):
         check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
     return spread(batch, mesh, cuts_of(plan))
 

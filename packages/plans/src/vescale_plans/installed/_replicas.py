@@ -8,19 +8,15 @@ what is written to it by its owner alone is a value like any other: `vescale.com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, PlainTensorError
-from vescale_dtensor.engine import INVARIANT, REPLICATE, Mesh, fold_objects, line_objects, local_only, place_of
-
-from .._torch_private import is_traceable_wrapper_subclass
-
-_LOOKED_AT = 1 << 16
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from vescale_dtensor.engine import INVARIANT, REPLICATE, Mesh, fold_objects, line_objects, place_of
+from vescale_trace.in_step import digests
 
 
 class Replicas:
@@ -34,7 +30,7 @@ class Replicas:
         """Returns a number per axis, the same on ranks whose tensors are alike along it. Reads all of them once, for
         which the host waits; no communication."""
         held, trained = self._held(), [one.requires_grad for one in self._root.parameters()]
-        sums = _digests([tensor for _, tensor in held], _sum_of_bits)
+        sums = digests([tensor for _, tensor in held], _sum_of_bits)
         return [hash((*trained, *(one for one, (_, held) in zip(sums, held) if _copies(held, axis))))
                 for axis in range(self._mesh.ndim)]  # fmt: skip
 
@@ -47,7 +43,7 @@ class Replicas:
         Cost: as of `digests`, and two small all-gathers per mesh axis.
         """
         held = dict(self._held())
-        sums = dict(zip(held, _digests(list(held.values()), _sum_of_bits)))
+        sums = dict(zip(held, digests(list(held.values()), _sum_of_bits)))
         flags = {f"requires_grad of {name!r}": +one.requires_grad for name, one in self._root.named_parameters()}
         sums |= flags
         kept = [flags | {name: sums[name] for name, one in held.items() if _copies(one, axis)}
@@ -96,17 +92,6 @@ def _copies(tensor: DTensor, axis: int) -> bool:
     return tensor._layout.base.states[axis] in (INVARIANT, REPLICATE)
 
 
-def first_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Digests the first elements that this rank has of each, by place. The host waits once."""
-    looked = [
-        one
-        for one in tensors
-        if one.layout is torch.strided and not one.is_meta and not is_traceable_wrapper_subclass(one)
-    ]
-    places = lambda bits: torch.arange(1, len(bits) + 1, device=bits.device)
-    return _digests(looked, lambda bits: (bits[:_LOOKED_AT] * places(bits[:_LOOKED_AT])).sum())
-
-
 def _sum_of_bits(bits: Tensor) -> Tensor:
     """Adds all bits, taken as the widest integers that they are aligned for."""
     size = bits.element_size()
@@ -115,20 +100,6 @@ def _sum_of_bits(bits: Tensor) -> Tensor:
         return bits.sum(dtype=torch.int64)
     whole = bits.numel() // wide * wide
     return bits[:whole].view(torch.int64).sum() + bits[whole:].sum(dtype=torch.int64)
-
-
-def _digests(tensors: Sequence[Tensor], digest: Callable[[Tensor], Tensor]) -> list[int]:
-    """Folds each tensor's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
-    made: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    with torch.no_grad(), local_only():
-        for at, tensor in enumerate(tensors):
-            flat = tensor.detach().reshape(-1)
-            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-            one = digest(flat.view(_BITS[flat.element_size()]).as_subclass(Tensor))
-            made.setdefault(one.device, []).append((at, one))
-        found = {at: value for row in made.values()
-                 for (at, _), value in zip(row, torch.stack([one for _, one in row]).tolist())}  # fmt: skip
-    return [found[at] for at in range(len(tensors))]
 
 
 def _odd(own: Sequence[dict[str, int]], names: Sequence[str], mesh: Mesh) -> tuple[int, int, int, int] | None:
