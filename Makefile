@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install dist \
+.PHONY: help setup demo test verify power bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install dist \
     newcomer gpu clean
 
 PYTHON ?= python3
@@ -33,6 +33,9 @@ test: $(STAMP) ## run every test: bazel test //..., or the same targets under py
 
 verify: $(STAMP) ## run every "What it must show" check in full, and write results/ (ONLY=2.6 for some)
 	@$(RUN) tools/verify.py $(ONLY)
+
+power: $(STAMP) ## which mutants each test kills, CPU seconds beside: hours, goes on where it was (AREAS="rules zero" EACH=15 TESTS=packages)
+	@PYTHONPATH=tools $(RUN) -m power $(if $(AREAS),--areas $(AREAS)) $(if $(EACH),--each $(EACH)) $(if $(TESTS),--tests $(TESTS))
 
 bench: $(STAMP) ## print the headline ratios of this commit against their budgets
 	@$(RUN) benchmarks/ratios.py --report-only
