@@ -58,7 +58,8 @@ class Probe(TorchDispatchMode):
         batch: rows of the batch.
         seed: of the stubs' values.
         calls: what an earlier forward found; None for that first forward, in which row 1 of the batch is followed.
-        tests: batch row -> its tests; `everywhere` are tests on all rows.
+        tests: batch row -> its tests; `everywhere` are tests on all rows, of parameters too that are no
+            contraction's.
         shift: taint by a finite shift instead of NaN.
         bridge: a mean, a variance or a norm over features hands no taint on.
         silent: calls that reach nothing; their stubs take no memory.
@@ -100,6 +101,7 @@ class Probe(TorchDispatchMode):
             for test in together:
                 self._tests[test.key].append((row, test))
         self._everywhere = {test.key: test for test in everywhere}
+        operands.tainted = {key[0]: test.features for key, test in self._everywhere.items() if key not in (calls or ())}
         self._counts: dict[str, int] = defaultdict(int)
         self._order = 0
 
