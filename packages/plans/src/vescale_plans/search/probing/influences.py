@@ -40,6 +40,7 @@ class Influences:
 
     def __init__(self, findings: Findings, forwards: Forwards) -> None:
         self._findings, self._forwards = findings, forwards
+        self._vectors: Mapping[str, int] = {}  # parameters of one dim that are asked of too, and their sizes
 
     # ------------------------------------------------------------ what is asked
 
@@ -73,6 +74,32 @@ class Influences:
         clear |= self._in_rows(each, apart, bridge)
         return self._reaches({key: clear[key] for key in keys if key in clear}, units)
 
+    def of_vectors(
+        self, sizes: Mapping[str, int], whole: Mapping[str, tuple[str, ...]], grouped: frozenset[Key]
+    ) -> dict[str, dict[Key, Influence]]:
+        """Finds the reach of the entries of parameters that are no contraction's: a gate, a decay, a number per head.
+
+        Returns that of those that reach sinks of groups alone (`grouped`), and none with all entries alike: what
+        reaches anything else is cut with none. `whole` has all parameters of modules that have no others, as norms are:
+        what one reaches all do. A parameter is the same in all rows of a batch: each test is asked in all of them.
+        """
+        self._vectors = sizes
+        reached: dict[tuple[str, ...], frozenset[Key]] = {}
+        asked = {}
+        for name, size in sizes.items():
+            together = whole.get(name, (name,))
+            if size > 1 and together not in reached:
+                met = self._reached_by([(one, 0) for one in together]).features
+                reached[together] = frozenset(sink for sink, features in met.items() if bool(features.any()))
+            if size > 1 and reached[together] and reached[together] <= grouped:
+                asked[name, 0] = reached[together]
+        tests = [Test(key, torch.tensor([at])) for key in asked for at in self._samples(key, 3)]
+        sampled = self._reaches(self._in_rows(tests, asked, False), {})
+        structured = [key for key in asked if not any(one.is_mixing for one in sampled[key].values())]
+        found = self.in_full(structured, sampled)
+        kept = {key: reach for key, reach in found.items() if not any(one.is_mixing for one in reach.values())}
+        return {name: reach for (name, _), reach in kept.items() if reach}
+
     def _neighbours(self, sampled: Mapping[Key, Influence], size: int, unit: int) -> int:
         """Returns how many neighbouring units fill whole atoms of every sink, if its features are as many as the
         samples reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
@@ -88,7 +115,13 @@ class Influences:
         return sorted({0, size // parts, size - 1})
 
     def _size(self, key: Key) -> int:
-        return self._findings.calls[key].out_features
+        call = self._findings.calls.get(key)
+        return self._vectors[key[0]] if call is None else call.out_features
+
+    def _follows_batch(self, key: Key) -> bool:
+        """True if rows of a batch have tests of their own."""
+        call = self._findings.calls.get(key)
+        return call is not None and call.outer is not None
 
     def _features(self, key: Key, units: Mapping[Key, int], which: Tensor | list[int]) -> Tensor:
         """The out features of these units."""
@@ -112,7 +145,10 @@ class Influences:
             structured = [sink for sink, one in sampled[key].items() if not one.is_mixing]
             for sink in structured:
                 atom = gcd(atom, sinks[sink])
-            packed = self._findings.calls[key].outer is not None
+            packed = self._follows_batch(key)
+            if key[0] in self._vectors:
+                units[key] = 1 if size <= UNITS else size // gcd(size, UNITS_ALONE)
+                continue
             if size <= (EXHAUSTIVE if packed else UNITS_ALONE):
                 units[key] = 1
                 continue
@@ -166,7 +202,7 @@ class Influences:
         alone: list[Test] = []
         hidden = {key for key, call in calls.items() if call.outer is None and call.in_features}
         for test in tests:
-            apart_from_batch = calls[test.key].outer is None or not hidden.isdisjoint(apart.get(test.key, ()))
+            apart_from_batch = not (self._follows_batch(test.key) and hidden.isdisjoint(apart.get(test.key, ())))
             (alone if apart_from_batch else packed).append(test)
         rows: _Rows = {}
         lines = list(_apart(packed, apart)) if apart else [[test] for test in packed]
@@ -236,7 +272,8 @@ class Influences:
             elif bool(hit.any()) or not sinks:
                 sinks[sink] = [torch.zeros_like(hit)] * count + [hit]
         if not sinks:
-            sinks[test.key] = [torch.zeros(max(1, self._findings.calls[test.key].in_features), dtype=torch.bool)]
+            call = self._findings.calls.get(test.key)
+            sinks[test.key] = [torch.zeros(max(1, call.in_features if call else 0), dtype=torch.bool)]
         if bool(seen.selectors[row]):
             self._findings.routers.add(test.key)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +17,6 @@ from .influences import ROWS, Influences
 from .model import first_tensor
 from .run import Probe
 from .sample import Sample
-from .vectors import vectors_reach
 
 FOLLOWED = 3
 """Rows of the first forward; row 1 is followed."""
@@ -160,18 +159,7 @@ class _Prober:
             own = tuple(f"{module}.{name}".removeprefix(".") for name in one._parameters)
             if set(own) <= sizes.keys() and not any(True for _ in one.children()):
                 whole |= dict.fromkeys(own, own)
-        found.vectors = vectors_reach(sizes, whole, found.calls, frozenset(paired(found)), self._met)
-
-    def _met(self, entries: Mapping[str, Tensor], among: frozenset[Key] | None) -> dict[Key, Tensor]:
-        """Returns what these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
-        self.forwards.operands.tainted = entries
-        try:
-            reached = self.forwards.run(1, calls=self.findings.calls, until=among).reached
-        finally:
-            self.forwards.operands.tainted = {}
-        return {
-            key: row[0] for key, row in reached.features.items() if (among is None or key in among) and bool(row.any())
-        }
+        found.vectors = self.tests.of_vectors(sizes, whole, frozenset(paired(found)))
 
     def _positions(self) -> None:
         """Finds whether what the residual stream carries at one position stays there."""

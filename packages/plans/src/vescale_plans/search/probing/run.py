@@ -14,12 +14,14 @@ compared with row 0, shows the paths that NaN may skip (comparisons, integers).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vescale_trace.values import map_tensors, tensors_in
 
 from ..._apply.generators import note_generator
 from ..._dry.higher_order import check_plain
@@ -44,9 +46,6 @@ NORMS = {
     if hasattr(aten, name)
 }
 
-SEQUENCES = (list, tuple)
-"""Looked up for each operand of each operator, so made once."""
-
 
 class Enough(Exception):
     """All that was to be seen in a forward has been."""
@@ -59,7 +58,8 @@ class Probe(TorchDispatchMode):
         batch: rows of the batch.
         seed: of the stubs' values.
         calls: what an earlier forward found; None for that first forward, in which row 1 of the batch is followed.
-        tests: batch row -> its tests; `everywhere` are tests on all rows.
+        tests: batch row -> its tests; `everywhere` are tests on all rows, of parameters too that are no
+            contraction's.
         shift: taint by a finite shift instead of NaN.
         bridge: a mean, a variance or a norm over features hands no taint on.
         silent: calls that reach nothing; their stubs take no memory.
@@ -101,6 +101,7 @@ class Probe(TorchDispatchMode):
             for test in together:
                 self._tests[test.key].append((row, test))
         self._everywhere = {test.key: test for test in everywhere}
+        operands.tainted = {key[0]: test.features for key, test in self._everywhere.items() if key not in (calls or ())}
         self._counts: dict[str, int] = defaultdict(int)
         self._order = 0
 
@@ -115,7 +116,7 @@ class Probe(TorchDispatchMode):
         check_plain("generate_plan", function)
         kwargs = dict(kwargs or {})
         note_generator(kwargs)
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         metas = [one for one in tensors if one.is_meta]
         if not metas:
             return self._real(function, args, kwargs)
@@ -126,7 +127,7 @@ class Probe(TorchDispatchMode):
             return self._derived(function, args, kwargs, metas)
         if function is aten.index.Tensor and metas[0] is args[0] and len(args[1]) == 1 and args[0].ndim > 2:
             return self._chosen(args[0], args[1][0])
-        args, kwargs = _map(lambda one: self.operands.value(one) if one.is_meta else one, (args, kwargs))
+        args, kwargs = map_tensors((args, kwargs), lambda one: self.operands.value(one) if one.is_meta else one)
         return self._real(function, args, kwargs)
 
     def _real(self, function, args, kwargs):
@@ -150,7 +151,7 @@ class Probe(TorchDispatchMode):
         if (device := kwargs.get("device")) is not None and torch.device(device).type != "meta":
             kwargs["device"] = torch.device("meta")
         made = function(*args, **kwargs)
-        for one in _tensors(made):
+        for one in tensors_in(made):
             self.operands.derive(one, metas)
         return made
 
@@ -363,29 +364,3 @@ def _makes_values(function: Any) -> bool:
     """A call that needs no more of a parameter than its shape, or that reads a value."""
     name = function.overloadpacket.__name__
     return name.endswith("_like") or name.startswith("new_") or name in ("_local_scalar_dense", "equal", "is_nonzero")
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _find(values, found)
-    return found
-
-
-def _find(values: Iterable[Any], found: list[Tensor]) -> None:
-    for one in values:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, SEQUENCES):
-            _find(one, found)
-        elif isinstance(one, dict) and one:
-            _find(one.values(), found)
-
-
-def _map(change, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, SEQUENCES):
-        return type(value)(_map(change, one) for one in value)
-    if isinstance(value, dict):
-        return {key: _map(change, one) for key, one in value.items()}
-    return value
