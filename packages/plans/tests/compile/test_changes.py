@@ -4,6 +4,7 @@ import sys
 import threading
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -259,6 +260,18 @@ class Halves(nn.Module):
         return Halved.apply(x)
 
 
+class Reenters(nn.Module):
+    """A reentrant checkpoint gives its weights no gradient unless what it is given has one."""
+
+    def __init__(self, is_given_one):
+        super().__init__()
+        self.inner, self.is_given_one = nn.Linear(4 * WIDTH, 4 * WIDTH), is_given_one
+        nn.init.constant_(self.inner.weight, 0.1)
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x if self.is_given_one else x.detach(), use_reentrant=True)
+
+
 KEEPING = {  # how it is made, and whether calls are compiled
     "a dict, and arguments by name": (GivesADict, True),
     "grad modes inside": (GradModesInside, True),
@@ -271,6 +284,8 @@ KEEPING = {  # how it is made, and whether calls are compiled
     "a child put in place": (ChangesItsChild, False),
     "one tensor as two arguments": (TwiceTheSame, True),
     "a backward that calls another": (Halves, False),
+    "a reentrant checkpoint": (partial(Reenters, True), True),
+    "one that is given no gradient": (partial(Reenters, False), False),
 }
 
 

@@ -304,6 +304,19 @@ class Norm(Wide):
         return super().forward(self.norm(x))
 
 
+class WritesToData(Wide):
+    """A count that autograd does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        out = super().forward(x) * (self.count + 1)
+        self.count.data[1:].add_(1)
+        return out
+
+
 def wide(model):
     columns, rows = {"tp": Shard(0)}, {"tp": Shard(1)}
     cut = {"*.inner.0.weight": columns, "*.inner.0.bias": columns, "*.inner.2.weight": rows, "*": {}}
@@ -342,7 +355,7 @@ def told(kind, act=lambda model: None):
 
 def refusals():
     answers = {}
-    for kind in (Counting, Drawing, Norm):
+    for kind in (Counting, Drawing, Norm, WritesToData):
         same, said, captured, _, graph = told(kind)
         answers[kind.__name__] = same, len(said), captured.graphs, " ".join(captured.reasons())
         if kind is Counting:
@@ -357,6 +370,7 @@ def test_what_a_graph_would_not_do_is_eager_and_said():
         assert all(same and count == 2 and graphs == 0 for same, count, graphs, _ in found.values()), found
         assert "changes what outlives its call" in reasons["Counting"]
         assert "random" in reasons["Drawing"] and "writes in place" in reasons["Norm"]
+        assert "writes in place" in reasons["WritesToData"]
 
 
 def split():

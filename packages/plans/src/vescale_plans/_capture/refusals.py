@@ -33,9 +33,14 @@ def check_traced(tensors: Sequence[fx.Node]) -> None:
             raise Refused(f"it changes what outlives its call: {_name_of(one.source, type(one).__name__)}")
     if effects.tensor_hooks:
         raise Refused("it hooks a tensor")
-    written = [one for one in tensors if isinstance(value := one.meta.get("example_value"), Tensor) and value._version]
-    if written:
-        raise Refused(f"it writes in place to {_named(written[0])}")
+    memory = {value.untyped_storage()._cdata: one for one in tensors if isinstance(value := _value_of(one), Tensor)}
+    for one in tensors[0].graph.nodes if tensors else ():
+        value = _value_of(one)
+        is_written = isinstance(value, Tensor) and value._version  # `.data` counts its own
+        if is_written and (given := memory.get(value.untyped_storage()._cdata)) is not None:
+            raise Refused(f"it writes in place to {_named(given)}")
+        if one.kwargs.get("use_reentrant") and not any(map(_trains, one.args[1:2])):
+            raise Refused("a reentrant checkpoint is given no gradient, and gives none, which the compiler's does")
     names = [guard.name for guard in TracingContext.get().guards_context.dynamo_guards]
     if remembered := [name for name in names if name.endswith(".__wrapped__")]:
         raise Refused(f"it calls a function that remembers results ({remembered[0].removesuffix('.__wrapped__')})")
@@ -44,13 +49,13 @@ def check_traced(tensors: Sequence[fx.Node]) -> None:
             raise Refused(f"it reads an attribute of a tensor ({read[0]})")
 
 
-def check_compiled(tensors: Sequence[fx.Node]) -> None:
-    """Raises Refused for inputs that the compiler found written to, through views or `.data`: a compiled backward may
-    compute from them again (pytorch #197039)."""
-    found = TracingContext.get().fw_metadata
-    for tensor, one in zip(tensors, found.input_info if found is not None else ()):
-        if one.mutates_data:
-            raise Refused(f"it writes in place to {_named(tensor)}")
+def _value_of(node: fx.Node) -> Any:
+    """Returns what a tracer computed for a node."""
+    return node.meta.get("example_value")
+
+
+def _trains(node: fx.Node) -> bool:
+    return getattr(_value_of(node), "requires_grad", False)
 
 
 def is_read(value: object) -> bool:
