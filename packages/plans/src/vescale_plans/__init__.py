@@ -25,9 +25,10 @@ from .plan import Boundary as Boundary
 from .plan import Pipeline as Pipeline
 from .plan import Plan as Plan
 from .plan import PlanError as PlanError
+from .plan import Policy as Policy
 from .plan import Precision as Precision
 from .search import InfeasibleError as InfeasibleError
 from .search import generate_plan as generate_plan
 
-_typed_facade(globals(), PlanError, Boundary, Calls, Loader, Pipeline, Plan, Precision)
+_typed_facade(globals(), PlanError, Boundary, Calls, Loader, Pipeline, Plan, Policy, Precision)
 del _vescale_rng

@@ -20,6 +20,7 @@ from ._plan.parts import Boundary as Boundary
 from ._plan.parts import Pipeline as Pipeline
 from ._plan.parts import Placements as Placements
 from ._plan.parts import PlanError as PlanError
+from ._plan.parts import Policy as Policy
 from ._plan.parts import Precision as Precision
 from ._plan.self_check import check_itself, check_kinds
 
@@ -83,6 +84,8 @@ class Plan(PlanFields):
         experts: glob over module names -> how the forward of an experts module whose form is not recognised is told the
             expert of each row. "counts": it takes rows [N, hidden], sorted by expert, and how many rows each expert has
             (TorchTitan's). "indices": it takes tokens [T, hidden], and indices and weights [T, k], as the recognised.
+        policies: glob over names of modules and parameters -> `Policy`: ZeRO's stage, precision and prefetching of
+            these. A glob also decides for all that is inside the modules that it matches.
         capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that choose
             it, the first in the order of the batch's tokens. The others add nothing. None drops nothing.
 
@@ -155,9 +158,9 @@ class Plan(PlanFields):
     def override(self, **changes: Any) -> Plan:
         """Returns the plan with other values for some fields.
 
-        New globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `offload_activations`, `blocks`, `experts`)
-        are put before those of the plan, so they decide. A glob of the plan that a new one certainly covers is removed,
-        and the value None removes a glob. Any other value replaces the plan's.
+        New globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `offload_activations`, `blocks`, `experts`,
+        `policies`) are put before those of the plan, so they decide. A glob of the plan that a new one certainly covers
+        is removed, and the value None removes a glob. Any other value replaces the plan's.
 
         Example:
             >>> plan.override(zero=3, parameters={"lm_head.weight": {}}, boundaries={"lm_head": None})

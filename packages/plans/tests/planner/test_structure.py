@@ -127,6 +127,13 @@ def words(make_attention, make_mixer, layers=2, **settings):
     return Words([Block(make_attention(), make_mixer()) for _ in range(layers)], **settings)
 
 
+def test_a_structure_without_prices_is_the_same_but_for_what_is_held():
+    model = words(lambda: Attention(6, 3, 8), lambda: Gated(40))
+    found = structure(model)
+    bare = structure_of(model, sample_of(model, torch.arange(5)[None] * 5 % WORDS), priced=False)
+    assert found.holding and bare == replace(found, holding={})
+
+
 # --------------------------------------------------------------------- groups
 
 

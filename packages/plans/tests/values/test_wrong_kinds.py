@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Shard
-from vescale_plans import Boundary, Pipeline, Plan, PlanError, Precision, generate_plan
+from vescale_plans import Boundary, Pipeline, Plan, PlanError, Policy, Precision, generate_plan
 
 VALUES = {
     "None": None, "an int": 3, "a negative": -1, "a float": 1.5, "nan": float("nan"), "a bool": True, "a word": "x",
@@ -30,7 +30,9 @@ def fits_or_is_refused(made):
     try:
         made().validate(model())
     except PlanError as error:
-        assert str(error).partition(":")[0] in ("Plan", "Plan.override", "Pipeline", "Boundary", "Precision")
+        assert str(error).partition(":")[0] in (
+            "Plan", "Plan.override", "Pipeline", "Boundary", "Policy", "Precision",
+        )  # fmt: skip
         return False
     return True
 
@@ -43,11 +45,12 @@ def test_a_field_of_a_plan(name):
     assert not all(new) and not all(changed)  # most of them are of no field
 
 
-@pytest.mark.parametrize("kind", [Pipeline, Boundary, Precision])
+@pytest.mark.parametrize("kind", [Pipeline, Boundary, Policy, Precision])
 def test_a_field_of_a_part(kind):
     placed = {
         Pipeline: lambda part: Plan(mesh={"pp": 1}, parameters={"*": {}}, pipeline=part),
         Boundary: lambda part: PLAN.override(boundaries={"0": part}),
+        Policy: lambda part: PLAN.override(policies={"*": part}),
         Precision: lambda part: PLAN.override(precision=part),
     }[kind]
     for field in dataclasses.fields(kind):

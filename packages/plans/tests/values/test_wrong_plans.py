@@ -158,14 +158,14 @@ TEXTS = {
     "a placement for no axis": (
         "Plan: parameters['*'] is Shard(dim=0), not a mapping from axis names to placements\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        'fix: {"dp": Shard(dim=0)}  # names the axis'
+        'fix: {"tp": Shard(dim=0)}  # names the axis'
     ),
     "a dim in place of a placement": (
         "Plan: parameters['*'] places axis 'tp' as 0, which is not a placement\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        "fix one of: Shard(0)     # of a weight [out, in], what it gives is spread over the axis: others' colwise\n"
-        "            Shard(1)     # what it takes is: others' rowwise\n"
-        "            Replicate()  # whole on each rank"
+        'fix one of: {"tp": Shard(0)}  # others\' colwise: of weight [out, in] and bias\n'
+        '            {"tp": Shard(1)}  # others\' rowwise: of the weight alone\n'
+        "            {}                # whole on each rank"
     ),
     "placements in place of a boundary": (
         "Plan: boundaries['head'] is {'tp': Shard(dim=0)}, not a Boundary\nfix: Boundary(input={...}, output={...})"
@@ -341,14 +341,18 @@ TEXTS = {
     "a style of others": (
         "Plan: parameters['head.*'] places axis 'tp' as 'colwise', which is not a placement\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        "fix one of: Shard(0)     # of a weight [out, in], what it gives is spread over the axis: others' colwise\n"
-        "            Shard(1)     # what it takes is: others' rowwise\n"
-        "            Replicate()  # whole on each rank"
+        'fix one of: {"tp": Shard(0)}                        # others\' colwise: of weight [out, in] and bias\n'
+        '            {"tp": Shard(1)}                        # others\' rowwise: of the weight alone\n'
+        "            {}                                      # whole on each rank\n"
+        "            Plan.from_huggingface(model, mesh=...)  # reads styles in model.tp_plan"
     ),
     "a style without an axis": (
         "Plan: parameters['head.*'] is 'colwise', not a mapping from axis names to placements\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
-        'fix: {"dp": Shard(dim=0)}  # names the axis'
+        'fix one of: {"tp": Shard(0)}                        # others\' colwise: of weight [out, in] and bias\n'
+        '            {"tp": Shard(1)}                        # others\' rowwise: of the weight alone\n'
+        "            {}                                      # whole on each rank\n"
+        "            Plan.from_huggingface(model, mesh=...)  # reads styles in model.tp_plan"
     ),
     "a pattern below what is on top": (
         "Plan: the pattern '*.hed.weight' matches no parameter of the model\n"

@@ -53,6 +53,7 @@ from vescale_plans import InfeasibleError as InfeasibleError
 from vescale_plans import Pipeline as Pipeline
 from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
+from vescale_plans import Policy as Policy
 from vescale_plans import Precision as Precision
 from vescale_plans import SharedMemoryWarning as SharedMemoryWarning
 from vescale_plans import CompileWarning as CompileWarning

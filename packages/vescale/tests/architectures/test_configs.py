@@ -115,6 +115,16 @@ def test_precision_offload_and_positions_are_the_plans():
     assert vescale.predict(config, model, batch, "h100").plan == plan
 
 
+def test_a_dense_model_whose_batch_alone_is_divided_is_not_run():
+    model = register.build("llama")
+    plan = vescale.plan_from_config(CONFIGS["fsdp 2"], model)
+    model.model.forward = None
+    assert vescale.plan_from_config(CONFIGS["fsdp 2"], model) == plan
+    assert dict(plan.parameters) == {"*": {}} and plan.zero == 3 and not plan.boundaries
+    mixtral = vescale.plan_from_config(CONFIGS["fsdp 2"], register.build("mixtral"))
+    assert mixtral.expert_axis == "dp"  # what is in stacks keeps its rows where they are
+
+
 class Picture(torch.nn.Linear):
     def forward(self, picture):
         return super().forward(picture)

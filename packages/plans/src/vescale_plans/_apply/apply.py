@@ -179,7 +179,9 @@ def _parallelized(
         shards = shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         _move_buffers(model, mesh)
-        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks
+        names = (
+            fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
+        )  # fmt: skip
         sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
         may_be_copied(model)
         for parameter, was in shards.items():

@@ -66,7 +66,9 @@ def reshape(model: nn.Module, optimizer: Optimizers, plan: Plan, *, move: Move) 
     with together("sharding the model"):
         for was in shard_parameters(plan, model, device_mesh, placed).values():
             _empty(was.old)
-        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks
+        names = (
+            fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
+        )  # fmt: skip
         sync = install(model, Recipe(plan, device_mesh, *names, experts, held.loss_fn)).sync
         for module in model.modules():
             drop_empty(module)

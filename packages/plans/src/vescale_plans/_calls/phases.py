@@ -23,7 +23,7 @@ INNER_BEFORE = (
     "checkpoint", "cache", "decoding", "boundary", "arguments", "beside", "experts", "list", "loss", "masks",
     "precision",
 )  # fmt: skip
-INNER_AFTER = ("list", "experts", "beside", "decoding", "checkpoint")
+INNER_AFTER = ("precision", "list", "experts", "beside", "decoding", "checkpoint")
 OUTER_AFTER = ("saving", "boundary", "sharing", "loss", "inputs", "masks", "parameters", "traffic")
 
 
@@ -82,9 +82,7 @@ PHASES = {
         "the output is redistributed, as the plan's boundary says",
         converts=True,
     ),
-    "arguments": Phase(
-        "arguments are redistributed, as the plan's boundary says", converts=True
-    ),
+    "arguments": Phase("arguments are redistributed, as the plan's boundary says", converts=True),
     "beside": Phase(
         "what does not need the experts may run while tokens travel", "the block's modules are its own again", ends=True
     ),
@@ -100,7 +98,11 @@ PHASES = {
     "masks": Phase(
         "attention masks are made of this rank's rows from here on", "attention masks are made in full again", ends=True
     ),
-    "precision": Phase("floating inputs are cast to the precision's dtype", converts=True),
+    "precision": Phase(
+        "floating inputs are cast to the precision's dtype",
+        "floating outputs are cast to its output dtype",
+        converts=True,
+    ),
 }
 
 STANDS_APART: dict[str, dict[str, str]] = {

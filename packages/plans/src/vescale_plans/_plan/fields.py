@@ -11,7 +11,7 @@ from math import prod
 
 from vescale_dtensor import Placement, Replicate, Shard
 
-from .parts import Boundary, Pipeline, Placements, Precision
+from .parts import Boundary, Pipeline, Placements, Policy, Precision
 
 EXPERT_FORMS = {
     "indices": "forward takes tokens [T, hidden], and the indices and weights [T, k] of the experts of each",
@@ -46,6 +46,7 @@ class PlanFields:
     offload_activations: Mapping[str, bool] = field(default_factory=dict)
     sums: str = "ordered"
     experts: Mapping[str, str] = field(default_factory=dict)
+    policies: Mapping[str, Policy] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,7 @@ from vescale_dtensor import InterleavedShard, Partial, Placement, RaggedShard, R
 
 from .fields import PlanFields
 from .match import nearest
-from .parts import Boundary, Pipeline, Placements, PlanError, Precision
+from .parts import Boundary, Pipeline, Placements, PlanError, Policy, Precision
 
 VERSION = 1
 
@@ -153,14 +153,22 @@ def _pipeline_out(pipeline: Pipeline | None) -> dict | None:
 def _precision_out(precision: Precision | None) -> dict | None:
     if precision is None:
         return None
-    dtypes = {field.name: getattr(precision, field.name) for field in fields(Precision)}
-    return {name: dtype and str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    values = {field.name: getattr(precision, field.name) for field in fields(Precision)}
+    return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in values.items()}
 
 
-def _precision_in(written: Mapping[str, str | None] | None) -> Precision | None:
+def _precision_in(written: Mapping[str, Any] | None) -> Precision | None:
     if written is None:
         return None
-    return Precision(**{name: dtype and getattr(torch, dtype) for name, dtype in written.items()})
+    return Precision(**{n: getattr(torch, v) if isinstance(v, str) else v for n, v in written.items()})
+
+
+def _policy_out(policy: Policy) -> dict:
+    return {"zero": policy.zero, "precision": _precision_out(policy.precision), "prefetch": policy.prefetch}
+
+
+def _policy_in(written: Mapping[str, Any]) -> Policy:
+    return Policy(**{**written, "precision": _precision_in(written.get("precision"))})
 
 
 def _same(value: Any) -> Any:
@@ -202,6 +210,7 @@ _FIELDS: dict[str, _Codec] = {
     "offload_activations": _Codec(_pairs(), _mapping(), '"offload_activations": [["layers.*", true]]'),
     "sums": _Codec(_same, _same, '"sums": "ordered"'),
     "experts": _Codec(_pairs(), _mapping(), '"experts": [["*.experts", "counts"]]'),
+    "policies": _Codec(_pairs(_policy_out), _mapping(_policy_in), '"policies": [["head", {"zero": 2}]]'),
 }
 
 

@@ -13,7 +13,9 @@ from vescale_dtensor import Placement, VescaleError
 Placements = Mapping[str, Placement]
 """Axis name -> placement. For a parameter an axis that is not named replicates; at a boundary it stays as it is."""
 
-GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks", "experts")
+GLOBS = (
+    "parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks", "experts", "policies",
+)  # fmt: skip
 """The fields of a plan that map globs, in which order counts."""
 
 
@@ -111,10 +113,13 @@ class Precision:
     Arguments:
         compute: floating dtype of parameters, and of floating inputs of the model and of its blocks, in forward and
             backward.
-        reduce: floating dtype in which gradients are summed over ranks.
+        reduce: floating dtype in which gradients are summed over ranks, of parameters that `compute` changes.
         sent: dtype in which gradients are sent to be summed; None means `reduce`. A floating dtype, or torch.int8 (one
             scale per 256 numbers, errors up to 1/254 of the largest of them; it sends a quarter of float32's bytes).
             Sums over axes outside ZeRO, and gathers after the sum, stay in `reduce`.
+        output: floating dtype to which floating outputs are cast, of the model, or of the modules whose `Policy` this
+            is part of; None leaves them.
+        cast_inputs: whether inputs are cast to `compute`.
 
     Raises PlanError for another dtype.
     """
@@ -122,11 +127,13 @@ class Precision:
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
     sent: torch.dtype | None = None
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("compute", "reduce"):
+        for name in ("compute", "reduce", "output"):
             dtype = getattr(self, name)
-            if dtype not in TRAINED_IN:
+            if dtype not in TRAINED_IN and (name, dtype) != ("output", None):
                 remedies = [(f"{name}=torch.bfloat16", ""), (f"{name}=torch.float32", "")]
                 rule = f"{name} is {dtype!r}, not one of {_names(TRAINED_IN)}: in others torch has no sums and products"
                 raise PlanError("Precision", rule, (), remedies)
@@ -135,6 +142,35 @@ class Precision:
             remedies = [("sent=torch.int8", "a quarter of float32's bytes"), ("sent=None", "exact")]
             rule = f"sent is {sent!r}, not one of {_names(TRAINED_IN)}, torch.int8 or None"
             raise PlanError("Precision", rule, (), remedies)
+        if not isinstance(self.cast_inputs, bool):
+            rule = f"cast_inputs is {self.cast_inputs!r}, neither True nor False"
+            raise PlanError("Precision", rule, (), [("cast_inputs=False", "the model casts itself")])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a part of a model is treated, where it is not as the plan says for all; None is as the plan says.
+
+    Arguments:
+        zero: the stage of ZeRO of these parameters. 2 keeps them gathered between forward and backward (FSDP2's
+            `reshard_after_forward=False`), 0 whole on every rank, optimizer states included.
+        precision: of these parameters, and of the inputs and outputs of the outermost modules among them.
+        prefetch: how many blocks are gathered ahead while one of these computes.
+
+    Raises PlanError for invalid values.
+    """
+
+    zero: int | None = None
+    precision: Precision | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = [one for one in (self.zero, self.prefetch) if one is not None]
+        fits = all(type(one) is int and one >= 0 for one in counts) and (self.zero or 0) <= 3
+        if not fits or not isinstance(self.precision, Precision | None):
+            given = f"zero={self.zero!r}, precision={self.precision!r}, prefetch={self.prefetch!r}"
+            remedies = [("Policy(zero=2, precision=Precision(), prefetch=1)", "or None, for the plan's")]
+            raise PlanError("Policy", f"{given} are no stage, Precision and number of blocks", (), remedies)
 
 
 TRAINED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vescale_dtensor import Placement, Replicate, Shard
+from vescale_dtensor import Placement, Replicate
 from vescale_dtensor.engine import WAYS
 
 from .fields import EXPERT_FORMS, PlanFields
-from .parts import GLOBS, Boundary, Pipeline, PlanError, Precision, check_axis, check_count, check_mapping
+from .parts import GLOBS, Boundary, Pipeline, PlanError, Policy, Precision, check_axis, check_count, check_mapping
 
 
 def check_itself(plan: PlanFields) -> None:
@@ -72,10 +72,7 @@ def _places(plan: PlanFields) -> None:
                 "Plan",
                 f"{where} is {placements!r}, not a mapping from axis names to placements",
                 [f"mesh  {plan.mesh}"],
-                [
-                    (f'{{"{next(iter(plan.mesh), "tp")}": {placement!r}}}', "names the axis")
-                    for placement in (placements if isinstance(placements, Placement) else Shard(0),)
-                ],
+                _meant(next((one for one in plan.mesh if one not in plan.data_axes), "tp"), placements),
             )
         for axis, placement in placements.items():
             _known_axis(plan, where, axis)
@@ -84,11 +81,7 @@ def _places(plan: PlanFields) -> None:
                     "Plan",
                     f"{where} places axis {axis!r} as {placement!r}, which is not a placement",
                     [f"mesh  {plan.mesh}"],
-                    [
-                        ("Shard(0)", "of a weight [out, in], what it gives is spread over the axis: others' colwise"),
-                        ("Shard(1)", "what it takes is: others' rowwise"),
-                        ("Replicate()", "whole on each rank"),
-                    ],
+                    _meant(axis, placement),
                 )
             is_whole = where.startswith("parameters") and isinstance(placement, Replicate) and plan.mesh[axis] > 1
             if is_whole and plan.zero == 3 and axis == plan.zero_axis != plan.expert_axis:
@@ -101,6 +94,22 @@ def _places(plan: PlanFields) -> None:
                         ("zero=2", "parameters are whole on each rank"),
                     ],
                 )
+
+
+def _meant(axis: str, given: Any) -> list[tuple[str, str]]:
+    """Returns what may have been meant by a placement without its axis, or by what is none: a style of others."""
+    if isinstance(given, Placement):
+        return [(f'{{"{axis}": {given!r}}}', "names the axis")]
+    return [
+        (f'{{"{axis}": Shard(0)}}', "others' colwise: of weight [out, in] and bias"),
+        (f'{{"{axis}": Shard(1)}}', "others' rowwise: of the weight alone"),
+        ("{}", "whole on each rank"),
+        *(
+            [("Plan.from_huggingface(model, mesh=...)", "reads styles in model.tp_plan")]
+            if isinstance(given, str)
+            else []
+        ),
+    ]
 
 
 def _placements_of(plan: PlanFields) -> Iterator[tuple[str, Any]]:
@@ -206,6 +215,24 @@ def _precision(plan: PlanFields) -> None:
         raise PlanError("Plan", f"precision is {plan.precision!r}, not a Precision", (), remedies)
 
 
+def _policies(plan: PlanFields) -> None:
+    for pattern, policy in plan.policies.items():
+        where = f"policies[{pattern!r}]"
+        if not isinstance(policy, Policy):
+            raise PlanError(
+                "Plan", f"{where} is {policy!r}, not a Policy", (), [(f'{{"{pattern}": Policy(zero=2)}}', "")]
+            )
+        if policy.zero and plan.zero_axis is None:
+            remedies = [("data_axis=...", "names an axis of the mesh")]
+            raise PlanError("Plan", f"{where} shards over the data axis, and the plan has none", (), remedies)
+        if policy.zero and plan.sums == "all_reduce":
+            rule = f"{where} keeps a part of gradients, and sums='all_reduce' all of them"
+            raise PlanError("Plan", rule, (), [('sums="ordered"', "")])
+        if policy.precision is not None and plan.pipeline is not None:
+            remedies = [("precision=...", "one for all stages"), ("without a pipeline", "")]
+            raise PlanError("Plan", f"{where} has a precision of its own, and stages pass on one dtype", (), remedies)
+
+
 def _offload(plan: PlanFields) -> None:
     if not isinstance(plan.offload, bool):
         remedies = [("offload=True", "optimizer states live in host memory")]
@@ -223,7 +250,7 @@ def _ahead(plan: PlanFields) -> None:
     if type(plan.prefetch) is not int or plan.prefetch < 0:
         remedies = [("prefetch=1", "the next block is gathered ahead"), ("prefetch=0", "none is")]
         raise PlanError("Plan", f"prefetch is {plan.prefetch!r}, not a number of blocks", (), remedies)
-    if plan.prefetch != 1 and plan.zero < 3 and plan.precision is None:
+    if plan.prefetch != 1 and plan.zero < 3 and plan.precision is None and not plan.policies:
         remedies = [("zero=3", "gathers parameters block by block"), ("precision=...", "does, too"), ("prefetch=1", "")]
         raise PlanError("Plan", f"prefetch={plan.prefetch} where no parameters are gathered", (), remedies)
     if plan.ahead_bytes is not None:
@@ -299,6 +326,7 @@ CHECKS: tuple[Callable[[PlanFields], None], ...] = (
     _pipeline,
     _globs,
     _precision,
+    _policies,
     _offload,
     _sums,
     _expert_axis,

@@ -10,7 +10,7 @@ from typing import Any
 
 from .fields import PlanFields
 from .json import placement_text
-from .parts import Boundary, Pipeline, Placements, Precision
+from .parts import Boundary, Pipeline, Placements, Policy, Precision
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -58,7 +58,7 @@ def _settings(plan: PlanFields) -> Iterator[tuple[str, str]]:
     capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""
     declared = "".join(f", {glob} told by {form}" for glob, form in plan.experts.items())
     yield "experts", f"spread over {plan.expert_axis}{capacity}{declared}" if plan.expert_axis else ""
-    for name in ("checkpointing", "regather", "blocks"):
+    for name in ("checkpointing", "regather", "blocks", "policies"):
         yield name, ", ".join(f"{glob} {_text(value)}" for glob, value in getattr(plan, name).items())
 
 
@@ -97,7 +97,12 @@ def _text(value: Any) -> str:
         case Precision():
             compute, reduce = (str(dtype).removeprefix("torch.") for dtype in (value.compute, value.reduce))
             sent = f", sends {str(value.sent).removeprefix('torch.')}" if value.sent else ""
-            return f"computes in {compute}, reduces in {reduce}{sent}"
+            output = f", returns {str(value.output).removeprefix('torch.')}" if value.output else ""
+            inputs = "" if value.cast_inputs else ", casts no inputs"
+            return f"computes in {compute}, reduces in {reduce}{sent}{output}{inputs}"
+        case Policy():
+            said = {"zero": value.zero, "prefetch": value.prefetch, "precision": value.precision}
+            return "; ".join(f"{name} {_text(one)}" for name, one in said.items() if one is not None) or "as all"
         case Boundary():
             return ", ".join(f"{side} {_text(places)}" for side, places in _sides(value)) or "nothing"
         case bool():

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from vescale_dtensor import InterleavedShard, Partial, PlacementError, Shard
+from vescale_dtensor import InterleavedShard, Partial, PlacementError, Replicate, Shard
 from vescale_dtensor.engine import Mesh, canonical_states
 
 from .fields import PlanFields
 from .match import check_names, first_match, match, match_inside, nearest
-from .parts import Boundary, Placements, PlanError
+from .parts import Boundary, Placements, PlanError, Policy
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: nothing can happen at their boundaries."""
@@ -35,6 +35,7 @@ class Fit:
     offloaded: Mapping[str, bool]
     blocks: Mapping[str, int]
     experts: Mapping[str, str]
+    policies: Mapping[str, Policy]
 
 
 def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
@@ -46,7 +47,10 @@ def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
     placed = match(plan.parameters, parameters, "parameter", complete=True)
     for name, parameter in parameters.items():
         _check_parameter(plan, name, parameter, placed[name], even)
-    _check_tied(plan, parameters, placed)
+    policies = match_inside(plan.policies, [*modules, *parameters], "module or parameter")
+    cut = {name: {a: one for a, one in each.items() if one != Replicate()} for name, each in placed.items()}
+    _check_tied("place", parameters, cut)
+    _check_tied("treat", parameters, policies)
     if even:
         _check_heads(plan, modules, placed)
     for where in ("boundaries", "checkpointing", "regather", "offload_activations"):
@@ -65,6 +69,7 @@ def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
         match_inside(plan.offload_activations, modules, "module"),
         match(plan.blocks, parameters, "parameter", complete=False),
         match(plan.experts, called, "module", complete=False),
+        policies,
     )
 
 
@@ -120,16 +125,16 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
             sizes[placement.dim] //= plan.mesh[axis]
 
 
-def _check_tied(plan: PlanFields, parameters: Mapping[str, nn.Parameter], placed: Mapping[str, Placements]) -> None:
+def _check_tied(does: str, parameters: Mapping[str, nn.Parameter], decided: Mapping[str, object]) -> None:
     first: dict[int, str] = {}
     for name, parameter in parameters.items():
         other = first.setdefault(id(parameter), name)
-        if plan.placements(placed[other]) != plan.placements(placed[name]):
+        if decided.get(other) != decided.get(name):
             raise PlanError(
                 "Plan",
-                f"{other!r} and {name!r} are one tied parameter, and the plan places them differently",
-                [f"{one}  {dict(placed[one])}" for one in (other, name)],
-                [("place both alike", "")],
+                f"{other!r} and {name!r} are one tied parameter, and the plan {does}s them differently",
+                [f"{one}  {decided.get(one)}" for one in (other, name)],
+                [(f"{does} both alike", "")],
             )
 
 

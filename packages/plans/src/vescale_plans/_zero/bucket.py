@@ -160,7 +160,8 @@ class Bucket(FlatParameters):
         sharing = self.sharing
         at_once = sharing.sums == "all_reduce"
         axes = (self.outer + self.inner, ()) if at_once else (self.inner, self.outer)
-        return ReductionInFlight(flat, sharing.mesh, *axes, self.keep, sharing.sent, at_once), missing
+        sent = sharing.precision.sent if sharing.precision else None
+        return ReductionInFlight(flat, sharing.mesh, *axes, self.keep, sent, at_once), missing
 
     @property
     def is_hooked(self) -> bool:

@@ -120,10 +120,10 @@ class FlatParameters:
         return param
 
     def _take_dtype(self, dtype: torch.dtype) -> None:
-        sharing = self.sharing
-        changes = dtype.is_floating_point and sharing.compute not in (None, dtype)
-        self.dtype, self.compute = dtype, sharing.compute if changes else dtype
-        self.reduce = sharing.reduce if changes and sharing.reduce is not None else dtype
+        precision = self.sharing.precision
+        changes = precision is not None and dtype.is_floating_point and precision.compute is not dtype
+        self.dtype = dtype
+        self.compute, self.reduce = (precision.compute, precision.reduce) if changes else (dtype, dtype)
 
     def _move_in(self, values: Sequence[tuple[Tensor | None, bool]]) -> None:
         """Allocates, and points the parameters, with their values, at the new memory. `values`: per parameter, local,
@@ -222,7 +222,8 @@ class FlatParameters:
             dtypes = {s.name: s.parameter.dtype if away else self.dtype for s, away in zip(self.params, lost)}
             devices = {s.name: s.parameter.device for s, away in zip(self.params, lost) if away}
         dtype = next(iter(dtypes.values()))
-        needs_copy = dtype.is_floating_point and self.sharing.compute not in (None, dtype) and not self.separate
+        computes_in = self.sharing.precision.compute if self.sharing.precision else dtype
+        needs_copy = dtype.is_floating_point and computes_in is not dtype and not self.separate
         elsewhere = not self.hosted and any(one != self.device for one in devices.values())
         if len({*dtypes.values()}) > 1 or needs_copy or elsewhere:
             raise another_dtype([f"{name}  {one}  {devices.get(name, self.device)}" for name, one in dtypes.items()])

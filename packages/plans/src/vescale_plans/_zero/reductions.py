@@ -45,6 +45,7 @@ class GradientReductions:
         *others, root = units
         self.buckets = [bucket for unit in (*reversed(others), root) for bucket in reversed(unit.reduced)]
         self._groups = []
+        self._keeps_parts = any(bucket.keep == "part" for bucket in self.buckets)
         self._apart = HeldAlone(apart, self._sharing.mesh)
 
     def begin(self) -> None:
@@ -74,7 +75,7 @@ class GradientReductions:
         self._look()
         with torch.no_grad():
             self._running.append(reduction := RunningReduction(bucket))
-            if bucket.is_hooked and self._sharing.zero >= 2:
+            if bucket.is_hooked and self._keeps_parts:
                 reduction.usage = Usage([reduction], self._sharing.mesh)
             under_way = newest(self._running, self._sharing.ahead_bytes)
             for reduction in self._running[: len(self._running) - under_way]:
@@ -101,7 +102,7 @@ class GradientReductions:
             bucket.leave()
         if not (enabled or running):
             return
-        usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
+        usage = Usage(running, self._sharing.mesh) if self._keeps_parts else None
         for reduction in running:
             reduction.advance()
         for reduction in running:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import DTensor, Layout, PlacementError
 from vescale_dtensor.engine import Held, Lender, Mesh, attach, convert, convert_plain, forget, local_only
 
+from .._plan.parts import Precision
 from .packing import numel_of_rows
 
 _set_data = Tensor.data.__set__
@@ -27,7 +28,7 @@ class Sharing:
     """Settings by which the buckets of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (`Plan.zero_axis`); None without one.
-    compute, reduce, sent: see `Precision`, None for the parameters' own.
+    precision: see `Precision`, None for the parameters' own.
     offload: full-precision shards, and so optimizer states, on the host.
     prefetch, ahead_bytes: how many blocks are gathered ahead, and the bytes of these, and of reductions under way.
     sums: see `Plan`.
@@ -36,9 +37,7 @@ class Sharing:
     mesh: Mesh
     zero: int = 0
     lead: int | None = None
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    sent: torch.dtype | None = None
+    precision: Precision | None = None
     offload: bool = False
     prefetch: int = 1
     ahead_bytes: int | None = None

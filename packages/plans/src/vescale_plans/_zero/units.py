@@ -6,7 +6,7 @@ lies in no block, is the last. When they are gathered and reduced is `zero.py`'s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 
 from torch import nn
@@ -24,6 +24,10 @@ BUCKET_BYTES, LEAST_BUCKET_BYTES, BUCKETS = 25 << 20, 1 << 20, 4
 # Parameters of a block that are partial over other axes than most go to the root when they are this few, relatively:
 # one collective for all norms of a model instead of one per block.
 _FEW = 1 / 16
+
+
+Key = Callable[[str, DTensor], tuple]
+"""A parameter -> the properties that those of one bucket share, the last of them the `Sharing`."""
 
 
 class Pass:
@@ -114,10 +118,18 @@ class FSDPUnit:
 
 
 def units_of(
-    model: nn.Module, sharing: Sharing, rows: Mapping[str, int], closed: Collection[nn.Module] = ()
+    model: nn.Module,
+    sharing: Sharing,
+    rows: Mapping[str, int],
+    closed: Collection[nn.Module] = (),
+    own: Mapping[str, Sharing] | None = None,
 ) -> list[FSDPUnit]:
     """The units of a model in its order, the root's last. `rows`: by parameter name, see `Plan.blocks`; `closed`: lists
-    whose members are no blocks."""
+    whose members are no blocks; `own`: by parameter name, where it is not `sharing`."""
+
+    def key(name: str, parameter: DTensor) -> tuple:
+        return *_key(parameter), (own or {}).get(name, sharing)
+
     blocks = blocks_of(model, closed)
     owner = owners(model, blocks)
     named: dict[int, list[tuple[str, DTensor]]] = {}
@@ -126,11 +138,11 @@ def units_of(
             named.setdefault(owner[id(parameter)], []).append((name, parameter))
     groups: list[tuple[list[str], list[nn.Module], list[tuple[str, DTensor]]]] = []
     root = list(named.get(-1, ()))
-    apart = sharing.zero >= 3 or sharing.compute is not None
+    apart = any(one.zero >= 3 or one.precision is not None for one in (sharing, *(own or {}).values()))
     every = [one for members in named.values() for one in members]
     limit = min(max(_bytes(every) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     for index, (name, module) in enumerate(blocks):
-        mine, few = _without_few(named.get(index, []))
+        mine, few = _without_few(named.get(index, []), key)
         root += few
         if groups and not apart and _bytes(groups[-1][2]) + _bytes(mine) <= limit:
             names, modules, members = groups[-1]
@@ -145,7 +157,7 @@ def units_of(
 
     def unit(names: list[str], modules: list[nn.Module], members: list[tuple[str, DTensor]]) -> FSDPUnit:
         uneven = any(id(parameter) in dealt for _, parameter in members)
-        return FSDPUnit(", ".join(names), modules, _buckets(members, sharing, rows), uneven)
+        return FSDPUnit(", ".join(names), modules, _buckets(members, rows, key), uneven)
 
     root, head = (root, []) if apart or not blocks else _head_apart(model, root, blocks[-1][0])
     heads = [unit([""], [], head)] if head else []
@@ -164,16 +176,16 @@ def _head_apart(
     return (rest, head) if min(_bytes(head), _bytes(rest)) >= LEAST_BUCKET_BYTES else (root, [])
 
 
-def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:
+def _without_few(named: list[tuple[str, DTensor]], key: Key) -> tuple[list, list]:
     """A block's parameters, and those few that are partial over other axes than most of it."""
     if not named:
         return [], []
     sizes: dict[tuple, int] = {}
-    for _, parameter in named:
-        sizes[_key(parameter)] = sizes.get(_key(parameter), 0) + parameter.numel()
-    most = max(sizes, key=lambda key: sizes[key])
-    few = {key for key, size in sizes.items() if key != most and size < _FEW * sizes[most]}
-    return [one for one in named if _key(one[1]) not in few], [one for one in named if _key(one[1]) in few]
+    for one in named:
+        sizes[key(*one)] = sizes.get(key(*one), 0) + one[1].numel()
+    most = max(sizes, key=lambda each: sizes[each])
+    few = {each for each, size in sizes.items() if each != most and size < _FEW * sizes[most]}
+    return [one for one in named if key(*one) not in few], [one for one in named if key(*one) in few]
 
 
 def _key(parameter: DTensor) -> tuple:
@@ -185,22 +197,23 @@ def _key(parameter: DTensor) -> tuple:
     return axes, parameter.dtype, parameter.device, parameter.requires_grad, holders(layout)
 
 
-def _buckets(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Bucket]:
+def _buckets(named: list[tuple[str, DTensor]], rows: Mapping[str, int], key: Key) -> list[Bucket]:
     """The parameters by what they have in common, cut where a bucket would outgrow its size below ZeRO-3.
 
     A backward comes to them in reverse, but for vectors: of a block's norms the first is used first, whatever place it
     is registered at. They go to the first bucket, and the others are complete without them.
     """
-    if sharing.zero < 3 and _bytes(named) > BUCKET_BYTES:
+    keys = {name: key(name, parameter) for name, parameter in named}
+    if all(each[-1].zero < 3 for each in keys.values()) and _bytes(named) > BUCKET_BYTES:
         named = sorted(named, key=lambda one: one[1].ndim > 1)
     groups: list[tuple[tuple, list]] = []
     for name, parameter in named:
-        key = _key(parameter)
-        mine = next((group for k, group in reversed(groups) if k == key), None)
-        if mine is None or (sharing.zero < 3 and _bytes(mine) + _bytes([(name, parameter)]) > BUCKET_BYTES):
-            groups.append((key, mine := []))
+        of = keys[name]
+        mine = next((group for k, group in reversed(groups) if k == of), None)
+        if mine is None or (of[-1].zero < 3 and _bytes(mine) + _bytes([(name, parameter)]) > BUCKET_BYTES):
+            groups.append((of, mine := []))
         mine.append((name, parameter))
-    return [Bucket(group, key[0], sharing, [rows.get(name, 0) for name, _ in group]) for key, group in groups]
+    return [Bucket(group, of[0], of[-1], [rows.get(name, 0) for name, _ in group]) for of, group in groups]
 
 
 def _bytes(named: list[tuple[str, DTensor]]) -> int:

@@ -41,7 +41,8 @@ from vescale_dtensor.engine import (
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import add_step
-from .._plan.parts import PlanError
+from .._plan.parts import PlanError, Precision
+from .._plan.validate import CONTAINERS
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, _get_sequence_nr, queue_callback
 from ..installed._carried_hooks import Hooks
 from .bucket import Bucket
@@ -60,11 +61,13 @@ class DataParallel:
         sharing: Sharing,
         rows: Mapping[str, int] | None = None,
         closed: Collection[nn.Module] = (),
+        own: Mapping[str, Sharing] | None = None,
     ) -> None:
-        """`closed`: lists whose members are no blocks, for not all ranks run them."""
+        """`closed`: lists whose members are no blocks, for not all ranks run them. `own`: by the names of modules and
+        parameters, where it is not `sharing`."""
         self.sharing = sharing
         self.optimizers: list[weakref.ref] = []  # that step on the buckets
-        self.units = units_of(model, sharing, rows or {}, closed)
+        self.units = units_of(model, sharing, rows or {}, closed, own)
         self._params: dict[Tensor, ShardedParameter] = {}
         for unit in self.units:
             for bucket in unit.buckets:
@@ -82,6 +85,7 @@ class DataParallel:
         self._makes_graph = self._made_graph = False
         self._last: dict[bool, FSDPUnit | None] = {False: None, True: None}
         self.enabled, self.holds, self._trains = True, False, False
+        self._gathers = any(unit.unsharded for unit in self.units)
         forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
         for one, other in itertools.pairwise(forward):
             one.next[False], other.next[True] = other, one
@@ -89,8 +93,11 @@ class DataParallel:
         for unit in self.units:
             for module in unit.modules:
                 self._install(unit, module)
-                if sharing.compute is not None:
-                    add_step(module, "precision", before=self._cast)
+        for module, precision, returns in self._casting(model, own or {}):
+            before = partial(_cast_inputs, precision.compute) if precision.cast_inputs else None
+            after = partial(_cast_output, precision.output) if returns and precision.output is not None else None
+            if before is not None or after is not None:
+                add_step(module, "precision", before, after)
         add_step(model, "memory", before=self._begin)
 
     # --- what the optimizer and the user call -------------------------------------------
@@ -268,8 +275,9 @@ class DataParallel:
             self._leave(unit, output, root)
 
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
-        if unit.unsharded or (root and module is unit.modules[0]):
-            add_step(module, "parameters", enter if unit.unsharded else None, leave)
+        # Where some units are gathered in backward, the sums of the others have their place among these gathers.
+        if self._gathers or (root and module is unit.modules[0]):
+            add_step(module, "parameters", enter if self._gathers else None, leave)
 
     def _begin(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         if _current_graph_task_id() == -1:
@@ -281,14 +289,18 @@ class DataParallel:
             for unit in self.units:
                 unit.to_recompute = 0
 
-    def _cast(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Floating inputs, of the root and of each block, in the dtype that the model computes in."""
-        compute = self.sharing.compute
-
-        def cast(one: Tensor) -> Tensor:
-            return one.to(compute) if one.dtype.is_floating_point and one.dtype != compute else one
-
-        return map_tensors((args, kwargs), cast)
+    def _casting(self, model: nn.Module, own: Mapping[str, Sharing]) -> Iterator[tuple[nn.Module, Precision, bool]]:
+        """The modules whose floating inputs are cast: the root, blocks, and where a precision of its own begins; and
+        whether it begins there, so that outputs are cast."""
+        blocks = {module for unit in self.units for module in unit.modules}
+        inside: dict[str, Precision | None] = {}
+        for name, module in model.named_modules():
+            around = inside[name.rpartition(".")[0]] if name else None
+            precision = own.get(name, self.sharing).precision
+            inside[name] = around if isinstance(module, CONTAINERS) else precision
+            begins = inside[name] != around
+            if precision is not None and (begins or module in blocks):
+                yield module, precision, begins
 
     def _enter(self, unit: FSDPUnit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1
@@ -337,7 +349,7 @@ class DataParallel:
     def _unshard_ahead(self, unit: FSDPUnit, backward: bool) -> None:
         """Starts to gather the blocks that came next in the last pass, as many and as large as the plan allows."""
         room, following = self.sharing.ahead_bytes, unit
-        for _ in range(self.sharing.prefetch):
+        for _ in range(unit.unsharded[0].sharing.prefetch):
             following = following.next[backward]
             if following is None:
                 return
@@ -484,6 +496,19 @@ class DataParallel:
             unit.touched = unit.reentered = False
             unit.entered.clear()
             unit.passes.clear()
+
+
+def _cast(dtype: torch.dtype, values: Any) -> Any:
+    """Returns the values, floating tensors among them in this dtype."""
+    return map_tensors(values, lambda one: one.to(dtype) if one.dtype.is_floating_point and one.dtype != dtype else one)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _cast(dtype, (args, kwargs))
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    return _cast(dtype, output)
 
 
 def _is_checkpointed(inputs: Any) -> bool:

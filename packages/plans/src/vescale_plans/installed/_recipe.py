@@ -28,7 +28,7 @@ from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.sharded_parameter import Sharing
 from .._zero.zero import DataParallel
-from ..plan import Boundary, Plan
+from ..plan import Boundary, Plan, Policy
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Recipe:
     regathered: Mapping[str, bool]
     offloaded: Mapping[str, bool]
     blocks: Mapping[str, int]
+    policies: Mapping[str, Policy]
     experts: Experts
     loss_fn: LossFn | None = None
 
@@ -54,7 +55,8 @@ class Recipe:
         regathered, offloaded = (_inside(decided, name) for decided in (self.regathered, self.offloaded))
         return replace(
             self, boundaries=_below(self.boundaries, name), checkpointed=checkpointed, regathered=regathered,
-            offloaded=offloaded, blocks=_below(self.blocks, name), experts=experts, loss_fn=None,
+            offloaded=offloaded, blocks=_below(self.blocks, name), policies=_below(self.policies, name),
+            experts=experts, loss_fn=None,
         )  # fmt: skip
 
     def among(self, model: nn.Module) -> Recipe:
@@ -121,7 +123,9 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
         MaskBoundary(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
-    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), boundaries, host)
+    own = {name: _sharing(plan, mesh, policy) for name, policy in recipe.policies.items()}
+    sync = DataParallel(model, _sharing(plan, mesh, Policy()), recipe.blocks, lists, own)
+    made = Parallelized(recipe, sync, boundaries, host)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
     refuse_wrappers(model)
@@ -151,8 +155,11 @@ def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
     return mesh.sizes[axis] == 1 or all(state.is_sharded for state in states)
 
 
-def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
-    """Returns the plan's way of sharing buffers over the mesh."""
+def _sharing(plan: Plan, mesh: Mesh, policy: Policy) -> Sharing:
+    """Returns the plan's way of sharing buffers over the mesh, of what a policy is for."""
+    zero, prefetch = (
+        every if own is None else own for own, every in ((policy.zero, plan.zero), (policy.prefetch, plan.prefetch))
+    )
     lead = mesh.axis(plan.zero_axis) if plan.zero_axis is not None else None
-    dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
-    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes, plan.sums)
+    precision = policy.precision or plan.precision
+    return Sharing(mesh, zero, lead, precision, plan.offload, prefetch, plan.ahead_bytes, plan.sums)

@@ -28,7 +28,7 @@ Cut = Shard | InterleavedShard
 def completed(plan: _Plan, model: nn.Module, sample: Any) -> _Plan:
     """See `Plan.complete`."""
     with unstopped("Plan.complete runs the model on tensors without values"):
-        structure = structure_of(model, sample_of(model, sample))
+        structure = structure_of(model, sample_of(model, sample), priced=False)
     taken = {plan.expert_axis, plan.context_axis, plan.pipeline.axis if plan.pipeline else None, *plan.data_axes}
     leaving: dict[str, dict[str, Placement]] = {}
     for axis in plan.mesh:

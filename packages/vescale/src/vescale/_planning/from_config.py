@@ -64,15 +64,17 @@ def plan_from_config(config: Any, model: nn.Module, sample: Any = None) -> Plan:
         dp=data, tp=tensor, ep=spread, sp=positions, cp=size("cp_size") * heads, zero=3 if sharded > 1 else 0,
         pp=size("pp_size"), microbatches=size("pp_size"), offload=bool(getattr(config, "fsdp_cpu_offload", False)),
     )  # fmt: skip
-    try:
-        row = sample_of(model, sample)
-    except PlanError:
-        if max(tensor, experts, candidate.cp, candidate.pp) > 1:
-            raise
-        parameters = {"*": {}}  # nothing of the model is split, and nothing of it need be known
-        plan = Plan(mesh={"dp": data}, parameters=parameters, zero=candidate.zero, offload=candidate.offload)
+    splits, row = max(tensor, experts, candidate.cp, candidate.pp) > 1, None
+    if splits or any(one.ndim == 3 for one in model.parameters()):  # stacks of experts, whose rows stay on their ranks
+        try:
+            row = sample_of(model, sample)
+        except PlanError:
+            if splits:
+                raise
+    if row is None:  # nothing of the model is split, and nothing of it need be known
+        plan = Plan(mesh={"dp": data}, parameters={"*": {}}, zero=candidate.zero, offload=candidate.offload)
     else:
-        structure = structure_of(model, row)
+        structure = structure_of(model, row, priced=False)
         _check(structure, candidate, experts)
         plan = plan_of(structure, candidate)
     more: dict[str, Any] = {"context": "all-to-all"} if heads > 1 else {}

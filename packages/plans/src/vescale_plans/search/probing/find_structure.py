@@ -55,10 +55,16 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
 @generators_kept()
 @values_unchecked()
 def structure_of(
-    model: nn.Module, sample: Sample, bar: Bar | None = None, *, computed: torch.dtype | None = None
+    model: nn.Module,
+    sample: Sample,
+    bar: Bar | None = None,
+    *,
+    computed: torch.dtype | None = None,
+    priced: bool = True,
 ) -> Structure:
     """Probes `model` and reads its structure from what was seen. Nothing of the model is changed. What a step holds on
-    to is counted in numbers as wide as `computed`, without it in wide and narrow ones.
+    to is counted in numbers as wide as `computed`, without it in wide and narrow ones; not at all, which takes
+    half the time, of a structure that is not to be `priced`.
 
     Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
     """
@@ -85,6 +91,8 @@ def structure_of(
         position_dim=_position_dim(found, pairs),
         stream_entries=_entries(found),
     )
+    if not priced:
+        return structure
     split = split_parameters(structure, min(structure.degrees)) if structure.degrees else ()
     inside = {group.module for group in structure.groups if any(one.module == group.module for one in group.sources)}
     return replace(structure, holding=holding_of(model, sample, found.chains, split, inside - {None}, computed))
