@@ -65,6 +65,7 @@ COMMUNICATES = {
     },
     "checkpoint": {
         "_torch_private",  # names parts of it; sends nothing
+        "_neighbours",  # copies files from node to node
         "_sync",  # what ranks tell each other during a save or a load
         "testing",
     },

@@ -14,6 +14,8 @@ from ._errors import UnsafeError as UnsafeError
 from ._job import PendingSave as PendingSave
 from ._job import close as close
 from ._live_reshard import reshard as reshard
+from ._protect import Protected as Protected
+from ._protect import protect as protect
 from .io._retention import Retention as Retention
 from ._version import __version__ as __version__
 from .api import latest as latest

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from ._errors import CheckpointError, MismatchError, unseen
 from ._version import __version__
 from .format._step import folder_of
 from .io._commit import Draft, Root
+from .io._memory import without_collector
 from .io._pace import Pace
 from .io._read import Files
 from .io._retention import Retention, metrics_json
@@ -37,7 +37,7 @@ from .manifest import FileInfo, Manifest
 from .plan._catalogue import Catalogue, catalogue_of, unite
 from .plan._outline import Skeleton, known_keys, outline_of
 from .plan._state import Contents
-from .sync._sync import Session, forget_finished, mesh_ranks
+from .sync._sync import Session, forget_finished, in_one_process, mesh_ranks, open_session, shared
 
 _staging: dict[Any, Tensor] = {}  # kept from one asynchronous save to the next
 _in_flight: PendingSave | None = None
@@ -79,14 +79,14 @@ class SaveJob:
     def __init__(
         self,
         session: Session,
-        path: str | os.PathLike[str],
+        root: Root,
         contents: Contents,
         step: int | None,
         retention: Retention | None,
         metrics: Mapping[str, float],
         overwrite: bool,
     ) -> None:
-        self.session, self.root = session, Root(path, "save")
+        self.session, self.root = session, root
         self._retention, self._metrics = retention, metrics
         self._draft: Draft | None = None
         self._rest: Callable[[], None] = lambda: None
@@ -100,8 +100,8 @@ class SaveJob:
                 if session.size > 1:
                     self._draft.mark()
             self._where, self.catalogue = self._agreed(own, step)
-            self._check_folder()
             self._outline = outline_of(self._key, lambda: self.catalogue.entries, session.rank)
+            self._check_folder()
             self._sources = self._outline.sources(contents.tensors)
         except BaseException as error:
             self._give_up(error)
@@ -118,11 +118,14 @@ class SaveJob:
         Returns on all ranks or on none: what fails from here on fails in the background of all of them.
         """
         try:
-            self._sources = staged(self._sources, _staging)
+            self._set_aside()
             self.session.gather("staged")
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _set_aside(self) -> None:
+        self._sources = staged(self._sources, _staging)
 
     def finish(self) -> None:
         """Writes, and returns when the step is committed. Raises the first cause on all ranks."""
@@ -132,11 +135,15 @@ class SaveJob:
                 self.session.to_first("written", json.dumps(report).encode())
             else:
                 self._commit([report, *map(json.loads, self.session.to_first("written")[1:])])
+            self._spread()
             self.session.gather("committed")
             self.session.part()
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _spread(self) -> None:
+        """What is left to do on other ranks, once rank 0 has committed."""
 
     def _give_up(self, error: BaseException) -> None:
         """Raises the first cause, unless `error` is it. The others are told before the draft is gone: a directory
@@ -215,7 +222,7 @@ class SaveJob:
         if self._retention is not None:
             self.root.retain(self._retention, keep=self._where["step"])
 
-    def _check_files(self, infos: dict[str, FileInfo]) -> None:
+    def _check_files(self, infos: Mapping[str, FileInfo]) -> None:
         """Raises CorruptError where a file is not there as its rank says: a step is made of what is on disk."""
         files = Files(self.root.storage, self._draft.path, infos, True, "save")
         try:
@@ -236,6 +243,26 @@ class SaveJob:
             "vescale_checkpoint": __version__,
             "torch": str(torch.__version__),
         }
+
+
+def started(operation: str, make: Callable[[Session], SaveJob], asynchronous: bool) -> PendingSave:
+    """Runs a save, to its end or, if it is asynchronous, until what it needs of the state is set aside."""
+    asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
+    session = open_session(operation)
+    try:
+        with shared(session), without_collector():
+            job = make(session)
+            if asynchronous:
+                job.stage()
+            else:
+                job.finish()
+    except BaseException:
+        session.close()
+        raise
+    if asynchronous:
+        return in_background(job)
+    session.close()
+    return PendingSave(job.path)
 
 
 def in_background(job: SaveJob) -> PendingSave:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ._errors import CheckpointError, MismatchError
-from ._job import PendingSave, SaveJob, in_background, wait_for_save
+from ._job import PendingSave, SaveJob, started, wait_for_save
+from ._recover import recover
 from ._tied import compare_tied
 from .format._step import Step, step_number, step_of, step_replaced
 from .format._text import printable
@@ -24,7 +25,7 @@ from .plan._joined import Join, with_joined
 from .plan._load_plan import plan_reads
 from .plan._restore import Restore
 from .plan._state import contents_of
-from .sync._sync import Session, forget_finished, in_one_process, open_session, session_of, shared
+from .sync._sync import Session, forget_finished, session_of
 
 _SHOWN = 8
 
@@ -60,24 +61,13 @@ def save(
     through the process group's store (also catalogues, if ranks hold different tensors), and each rank's checksums to
     rank 0.
     """
+
+    def job(session: Session) -> SaveJob:
+        number, measured = _step_of(state, step), check_metrics(metrics)
+        return SaveJob(session, Root(path, "save"), contents_of(state), number, retention, measured, overwrite)
+
     wait_for_save()
-    asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
-    session = open_session("save")
-    try:
-        with shared(session), without_collector():
-            number, measured = _step_of(state, step), check_metrics(metrics)
-            job = SaveJob(session, path, contents_of(state), number, retention, measured, overwrite)
-            if asynchronous:
-                job.stage()
-            else:
-                job.finish()
-    except BaseException:
-        session.close()
-        raise
-    if asynchronous:
-        return in_background(job)
-    session.close()
-    return PendingSave(job.path)
+    return started("save", job, asynchronous)
 
 
 def load(
@@ -132,6 +122,7 @@ def load(
     touched: list[str] = []
     try:
         with session_of("load") as session, without_collector():
+            recover(session, path)
             return _load(session, path, state, step, choice, join, verify, touched)
     except CheckpointError as error:
         error.touched = tuple(touched)
@@ -154,6 +145,7 @@ def latest(path: Path) -> int | None:
     Communication: some hundred bytes per rank through the process group's store.
     """
     with session_of("latest") as session:
+        recover(session, path)
         root = Root(path, "latest")
         found = b""
         if session.rank == 0 and root.storage.exists(root.path) and (root.committed() or root.headless()):

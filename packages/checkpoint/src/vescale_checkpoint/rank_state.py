@@ -13,4 +13,5 @@ PER_RANK = {
 
 SHARED = {
     "sync._presence": ("_living",),  # by object, and objects are a rank's own
+    "io._node": ("_held",),  # a lock is its process's
 }

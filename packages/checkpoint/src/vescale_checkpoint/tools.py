@@ -66,26 +66,32 @@ def verify(source: Source, progress: Progress = lambda nbytes: None) -> list[str
     with guarded("verify", source.folder, "cannot list the directory"):
         names = source.storage.names(source.folder)
     found += [printable(f"{name}: is not of this checkpoint") for name in names if name not in listed]
-    sections: dict[str, list[tuple[str, Section]]] = {name: [] for name in source.manifest.files}
-    for name, tensor in source.manifest.tensors.items():
-        for section in tensor.sections:
-            sections[section.file].append((name, section))
-    for file, info in source.manifest.files.items():
+    for file, sections in sections_by_file(source.manifest).items():
         try:
-            found += _file_faults(source, file, info, sections[file], progress)
+            found += file_faults(source, file, sections, progress)
         except CheckpointError as error:
             found.append(printable(f"{file}: {error.rule}"))
     return found
 
 
-def _file_faults(
-    source: Source, file: str, info: FileInfo, sections: Sequence[tuple[str, Section]], progress: Progress
+def sections_by_file(kept: Manifest) -> dict[str, list[tuple[str, Section]]]:
+    """The sections of each file, each with its tensor's name."""
+    found: dict[str, list[tuple[str, Section]]] = {name: [] for name in kept.files}
+    for name, tensor in kept.tensors.items():
+        for section in tensor.sections:
+            found[section.file].append((name, section))
+    return found
+
+
+def file_faults(
+    source: Source, file: str, sections: Sequence[tuple[str, Section]], progress: Progress = lambda nbytes: None
 ) -> Iterator[str]:
+    """Reads every byte of a file of a step; a line for each block that is wrong. Raises CheckpointError."""
     files = Files(source.storage, source.folder, source.manifest.files, verify=True)
     block = source.manifest.block_bytes
     try:
         files.check([file])
-        progress(info.header_nbytes)
+        progress(source.manifest.files[file].header_nbytes)
         for name, section in sections:
             found = BlockChecks(block)
             for at in range(section.start, section.stop, _CHUNK_BYTES):

@@ -11,6 +11,7 @@ from vescale_checkpoint import StorageError as StorageError
 from vescale_checkpoint import UnsafeError as UnsafeError
 from vescale_checkpoint import whole_state_dict as whole_state_dict
 from vescale_checkpoint import latest as latest
+from vescale_checkpoint import protect as protect
 from vescale_checkpoint import reshard as reshard
 from vescale_checkpoint import save as save
 from vescale_dtensor import CommunicationError as CommunicationError

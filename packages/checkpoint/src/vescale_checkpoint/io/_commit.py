@@ -297,7 +297,7 @@ class Draft:
         if not isinstance(storage, LocalStorage):
             self._unmark()
         with guarded(self.root.operation, target, f"cannot write {len(text)} bytes of manifest"):
-            writer = storage.create(target)
+            writer = storage.create(target, len(text))
             try:
                 writer.write([text])
             finally:

@@ -51,13 +51,14 @@ class Reader(Protocol):
 class LocalStorage:
     """Paths of this machine's file system.
 
-    Arguments: whether files may be symbolic links, as they are in the cache of HuggingFace's hub. What a link leads to
-    is a regular file, or an error, as any file is.
+    Arguments: whether files may be symbolic links, as they are in the cache of HuggingFace's hub (what a link leads to
+    is a regular file, or an error, as any file is); whether space for a file is reserved before it is written.
     """
 
     can_rename = True
 
-    def __init__(self, *, follows_links: bool = False) -> None:
+    def __init__(self, *, follows_links: bool = False, reserves: bool = False) -> None:
+        self._reserves = reserves
         self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
 
     def make_dirs(self, path: str) -> list[str]:
@@ -107,8 +108,8 @@ class LocalStorage:
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
 
-    def create(self, path: str) -> _LocalWriter:
-        return _LocalWriter(path)
+    def create(self, path: str, nbytes: int = 0) -> _LocalWriter:
+        return _LocalWriter(path, nbytes if self._reserves else 0)
 
     def open(self, path: str) -> _LocalReader:
         return _LocalReader(path, self._flags)
@@ -134,14 +135,19 @@ class LocalStorage:
             os.close(descriptor)
 
     def remove_tree(self, path: str) -> None:
+        """Removes a directory, or a file."""
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 class _LocalWriter:
     """A large file is on its way to the disk while more of it is written: a thread syncs what there is already."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, reserved: int) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        if reserved:
+            os.posix_fallocate(self._fd, 0, reserved)
         self._waiting, self._error = 0, None  # bytes that no sync was begun for; the system tells a failure once only
         self._flusher: threading.Thread | None = None
 
@@ -246,7 +252,7 @@ class RemoteStorage:
         self._files.invalidate_cache(path)
         return self._files.exists(path)
 
-    def create(self, path: str) -> _RemoteWriter:
+    def create(self, path: str, nbytes: int = 0) -> _RemoteWriter:
         return _RemoteWriter(self._files.open(path, "wb"))
 
     def open(self, path: str) -> _RemoteReader:

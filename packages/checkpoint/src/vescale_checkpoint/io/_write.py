@@ -139,7 +139,7 @@ def write_file(
     """
     total = len(header) + sum(source.nbytes for source in sources)
     with guarded("save", path, f"cannot write {total} bytes"):
-        writer = storage.create(path)
+        writer = storage.create(path, total)
         try:
             return _write_all(writer, header, sources, block, rest)
         finally:

@@ -121,6 +121,7 @@ class Checkpoint(Section):
 
     folder: str = Field("outputs/run", description="Of the steps, and of metrics.jsonl.")
     every: Count = Field(100, description="Steps between two saves.")
+    protect: int = Field(0, ge=0, description="Steps between two that are kept in the nodes' memory; 0: none is.")
     keep: Count = Field(2, description="Newest steps that are kept.")
     export: str | None = Field(None, description="Folder for the HuggingFace model at the end; must not exist.")
 

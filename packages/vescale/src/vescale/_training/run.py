@@ -97,7 +97,9 @@ class _Run:
         config, steps = self.config, self.config.training.steps
         begun = self.state["step"]
         say(f"step {begun} of {steps} in {self.folder}" + ("" if self.latest is None else self.came_back()))
-        with Stop(self.folder) as stop, self.meter() as meter:
+        kept = config.checkpoint.protect
+        keeping = vescale.protect(self.folder, self.state, every=kept) if kept else contextlib.nullcontext()
+        with Stop(self.folder) as stop, self.meter() as meter, keeping as protected:
             batches = self.batches()
             while self.state["step"] < steps and not stop.is_asked:
                 loss = self.step(batches)
@@ -106,6 +108,8 @@ class _Run:
                 stop.ask()
                 if step % config.checkpoint.every == 0 or step == steps:
                     self.save()
+                elif protected is not None:
+                    protected.step()
                 if config.evaluation.every and (step % config.evaluation.every == 0 or step == steps):
                     self.evaluate(step)
             if stop.is_asked and self.state["step"] % config.checkpoint.every and self.state["step"] != steps:
