@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from draw_pages import FOLDER, PICTURES, nodes
 from make_docs import TOP, build, public_names
 from package_tree import read_packages
 
@@ -32,3 +33,9 @@ def test_links(tmp_path, text, status):
     (tmp_path / "tree/CONTRIBUTING.md").write_text("# Add\n")
     (tmp_path / "tree/docs/design.md").write_text("# Design\n")
     assert build(tmp_path / "out", top=tmp_path / "tree") == status
+
+
+def test_pictures_are_those_that_the_tool_draws(tmp_path):
+    """What the others show is measured, or of the machine."""
+    assert sorted(path.stem for path in FOLDER.glob("*")) == sorted(PICTURES)
+    assert (FOLDER / "nodes.svg").read_text() == nodes(tmp_path)
