@@ -12,18 +12,24 @@ from vescale_plans.search import (
     Hardware,
     InfeasibleError,
     Link,
+    Request,
     cost_of,
     generate_plan,
     hardware_of,
     memory_of,
     plan_of,
-    ranked,
+    rank,
     sample_of,
     sizes_of,
     structure_of,
 )
 
 GIB = 2**30
+
+
+def ranked(structure, world_size, batch, seq, hardware, *, memory=None, **asked):
+    """The best candidates that fit in a device, or in so much memory."""
+    return rank(Request(structure, world_size, batch, seq, hardware, memory or 0.94 * hardware.memory, **asked))
 
 
 class Encoder(nn.Module):

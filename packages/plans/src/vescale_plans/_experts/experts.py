@@ -57,7 +57,7 @@ from .capacity import capacities, counted, positions
 from .computed import Computed
 from .counters import numbers_like
 from .local_rows import row_states, swap_in
-from .route import Back, Out, Route, Spread, of_any_rank, total_load
+from .route import Route, Spread, Travel, of_any_rank, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 from .told import Stack, Told
 from .trial import LENT, Trial
@@ -291,7 +291,7 @@ class _Call:
         if self._boundary.beside is not None:
             route.begin(copies.detach())
             self._boundary.beside.run()
-        moved, ids = Out.apply(copies, route), route.arrived_ids()
+        moved, ids = Travel.apply(copies, route, True), route.arrived_ids()
         self._none = moved.shape[0] == 0
         if self._none:  # one row of zeros, so that the graph and its exchanges are the same on every rank
             moved, ids = torch.cat([moved, moved.new_zeros(1, moved.shape[1])]), ids.new_zeros(1)
@@ -307,7 +307,7 @@ class _Call:
         boundary = self._boundary
         output = self._told.in_order(output)[:0] if self._none else self._told.in_order(output)
         if boundary.spread:
-            back = Back.apply(output, self._route).view(*self._shape[:2], *output.shape[1:])
+            back = Travel.apply(output, self._route, False).view(*self._shape[:2], *output.shape[1:])
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
             PARTIAL if axis in boundary.split and not state.is_sharded else state

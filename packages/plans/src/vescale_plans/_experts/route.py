@@ -104,7 +104,7 @@ class Route:
         return torch.repeat_interleave(experts, self.arrived.view(-1), output_size=sum(self.receives))
 
     def begin(self, copies: Tensor) -> None:
-        """Starts what `Out` will wait for: compute between the two goes on meanwhile."""
+        """Starts what `Travel` out will wait for: compute between the two goes on meanwhile."""
         self._under_way = self._send(copies, "forward")
 
     def out(self, copies: Tensor, direction: str) -> Tensor:
@@ -124,27 +124,15 @@ class Route:
         return back.index_select(0, self.back)
 
 
-class Out(torch.autograd.Function):
-    """Copies of tokens [t * k, hidden], sorted by expert, to the ranks that hold the experts. Backward is `Back`."""
+class Travel(torch.autograd.Function):
+    """Copies of tokens [t * k, hidden], sorted by expert, `out` to the ranks that hold the experts; or rows of the
+    experts to where their tokens are, in the order of the tokens. Backward is the other way."""
 
     @staticmethod
-    def forward(ctx, copies: Tensor, route: Route, direction: str = "forward") -> Tensor:
-        ctx.route = route
-        return route.out(copies, direction)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return Back.apply(gradient, ctx.route, "backward"), None, None
-
-
-class Back(torch.autograd.Function):
-    """Rows of the experts to where their tokens are, in the order of the tokens. Backward is `Out`."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, route: Route, direction: str = "forward") -> Tensor:
-        ctx.route = route
-        return route.returned(rows, direction)
+    def forward(ctx, rows: Tensor, route: Route, out: bool, direction: str = "forward") -> Tensor:
+        ctx.route, ctx.out = route, out
+        return (route.out if out else route.returned)(rows, direction)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return Out.apply(gradient, ctx.route, "backward"), None, None
+        return Travel.apply(gradient, ctx.route, not ctx.out, "backward"), None, None, None

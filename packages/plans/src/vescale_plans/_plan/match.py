@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from .parts import PlanError
+from .parts import PlanError, misfit
 
 T = TypeVar("T")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -19,7 +19,7 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if _CONTROL.search(name):
             rule = f"a name in the model, {name!r}, has control characters, which reports would send to the terminal"
-            raise PlanError("Plan", rule, [], [("a name without them", "as the key of a ModuleDict, or in add_module")])
+            raise misfit(rule, [], [("a name without them", "as the key of a ModuleDict, or in add_module")])
 
 
 def match(patterns: Mapping[str, T], names: Iterable[str], what: str, *, complete: bool) -> dict[str, T]:
@@ -39,8 +39,7 @@ def match(patterns: Mapping[str, T], names: Iterable[str], what: str, *, complet
         for name, pattern in deciding.items():
             if pattern is None:
                 near = nearest(name, list(patterns))
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"no pattern decides the {what} {name!r}",
                     [f"nearest pattern  {near[0]!r}"] if near else (),
                     [(f'add "{name}": {{...}}', "places it"), ('end with "*": {}', "replicates the rest")],
@@ -98,8 +97,7 @@ def _masked(name: str) -> str:
 def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], what: str) -> PlanError:
     before = list(dict.fromkeys(deciding[name] for name in names if fnmatchcase(name, pattern)))
     if before:
-        return PlanError(
-            "Plan",
+        return misfit(
             f"the pattern {pattern!r} decides no {what}: all its names match earlier patterns, "
             f"{', '.join(map(repr, before))}, and the first match decides",
             (),
@@ -107,8 +105,7 @@ def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], 
         )
     near = nearest_globs(pattern, names)
     shown = ", ".join(near or list({_masked(name): name for name in names}.values())[:6])
-    return PlanError(
-        "Plan",
+    return misfit(
         f"the pattern {pattern!r} matches no {what} of the model",
         [f"{'nearest' if near else 'there are'}  {shown}"],
         [(f"use {near[0]!r}" if near else "remove the pattern", "")],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,11 @@ GLOBS = (
 
 class PlanError(VescaleError):
     """A plan does not fit its model, its mesh, or itself."""
+
+
+def misfit(rule: str, facts: Sequence[str] = (), remedies: Sequence[tuple[str, str]] = ()) -> PlanError:
+    """Returns the error of a plan that breaks this rule."""
+    return PlanError("Plan", rule, facts, remedies)
 
 
 @dataclass(frozen=True)

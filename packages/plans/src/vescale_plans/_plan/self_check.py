@@ -9,7 +9,7 @@ from vescale_dtensor import Placement, Replicate
 from vescale_dtensor.engine import WAYS
 
 from .fields import EXPERT_FORMS, PlanFields
-from .parts import GLOBS, Boundary, Pipeline, PlanError, Policy, Precision, check_axis, check_count, check_mapping
+from .parts import GLOBS, Boundary, Pipeline, Policy, Precision, check_axis, check_count, check_mapping, misfit
 
 
 def check_itself(plan: PlanFields) -> None:
@@ -22,7 +22,7 @@ def check_kinds(plan: PlanFields) -> None:
     """Raises PlanError for a value of another kind than its field's: what is read off a plan may rely on them."""
     if not isinstance(plan.mesh, Mapping):
         rule = f"mesh is {plan.mesh!r}, not a mapping from axes to sizes"
-        raise PlanError("Plan", rule, (), [('mesh={"dp": 2}', "")])
+        raise misfit(rule, (), [('mesh={"dp": 2}', "")])
     for name in GLOBS:
         check_mapping("Plan", name, getattr(plan, name))
     for name in ("data_axis", "expert_axis", "context_axis"):
@@ -32,12 +32,10 @@ def check_kinds(plan: PlanFields) -> None:
 def _mesh(plan: PlanFields) -> None:
     for name, size in plan.mesh.items():
         if not isinstance(name, str) or not name:
-            raise PlanError("Plan", f"a mesh axis is named {name!r}, not by a word", (), [('mesh={"dp": 2}', "")])
+            raise misfit(f"a mesh axis is named {name!r}, not by a word", (), [('mesh={"dp": 2}', "")])
         if type(size) is not int or size < 1:
             remedies = [(f'mesh={{"{name}": 2}}', "so many ranks")]
-            raise PlanError(
-                "Plan", f"mesh axis {name!r} has size {size!r}, which is not a positive number", (), remedies
-            )
+            raise misfit(f"mesh axis {name!r} has size {size!r}, which is not a positive number", (), remedies)
 
 
 def _data_axes(plan: PlanFields) -> None:
@@ -45,8 +43,7 @@ def _data_axes(plan: PlanFields) -> None:
     written = tuple(axes) if len(axes) > 1 else plan.data_axis
     for axis in axes:
         if axis not in plan.mesh:
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"data_axis {written!r} is not an axis of the mesh {plan.mesh}"
                 if axis == plan.data_axis
                 else f"data_axis {written!r} names {axis!r}, which is not an axis of the mesh {plan.mesh}",
@@ -55,21 +52,19 @@ def _data_axes(plan: PlanFields) -> None:
             )
     in_order = tuple(sorted(axes, key=names.index))
     if axes != in_order:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"data_axis {written!r} is not in the order of the mesh {plan.mesh}, outermost first",
             (),
             [(f"data_axis={in_order!r}", "ZeRO shards over the last one, and replicates over the others")],
         )
     if len(set(axes)) < len(axes):
-        raise PlanError("Plan", f"data_axis {written!r} names an axis twice", (), [("name it once", "")])
+        raise misfit(f"data_axis {written!r} names an axis twice", (), [("name it once", "")])
 
 
 def _places(plan: PlanFields) -> None:
     for where, placements in _placements_of(plan):
         if not isinstance(placements, Mapping):
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"{where} is {placements!r}, not a mapping from axis names to placements",
                 [f"mesh  {plan.mesh}"],
                 _meant(next((one for one in plan.mesh if one not in plan.data_axes), "tp"), placements),
@@ -77,16 +72,14 @@ def _places(plan: PlanFields) -> None:
         for axis, placement in placements.items():
             _known_axis(plan, where, axis)
             if not isinstance(placement, Placement):
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"{where} places axis {axis!r} as {placement!r}, which is not a placement",
                     [f"mesh  {plan.mesh}"],
                     _meant(axis, placement),
                 )
             is_whole = where.startswith("parameters") and isinstance(placement, Replicate) and plan.mesh[axis] > 1
             if is_whole and plan.zero == 3 and axis == plan.zero_axis != plan.expert_axis:
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"{where} is replicated over {axis!r}, over which zero=3 shards every parameter",
                     [f"mesh  {plan.mesh}"],
                     [
@@ -118,7 +111,7 @@ def _placements_of(plan: PlanFields) -> Iterator[tuple[str, Any]]:
     for pattern, boundary in plan.boundaries.items():
         if not isinstance(boundary, Boundary):
             remedies = [("Boundary(input={...}, output={...})", "")]
-            raise PlanError("Plan", f"boundaries[{pattern!r}] is {boundary!r}, not a Boundary", (), remedies)
+            raise misfit(f"boundaries[{pattern!r}] is {boundary!r}, not a Boundary", (), remedies)
         yield f"boundaries[{pattern!r}].input", boundary.input
         yield f"boundaries[{pattern!r}].output", boundary.output
         for name, placements in boundary.arguments.items():
@@ -127,8 +120,7 @@ def _placements_of(plan: PlanFields) -> Iterator[tuple[str, Any]]:
 
 def _known_axis(plan: PlanFields, where: str, axis: Any) -> None:
     if axis not in plan.mesh:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"{where} names axis {axis!r}, which the mesh does not have",
             [f"mesh  {plan.mesh}"],
             [(f"use one of {', '.join(map(repr, plan.mesh))}" if plan.mesh else f'mesh={{"{axis}": 2}}', "")],
@@ -137,8 +129,7 @@ def _known_axis(plan: PlanFields, where: str, axis: Any) -> None:
 
 def _zero(plan: PlanFields) -> None:
     if type(plan.zero) is not int or not 0 <= plan.zero <= 3:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"zero is {plan.zero!r}, which is not a stage",
             (),
             [
@@ -148,8 +139,7 @@ def _zero(plan: PlanFields) -> None:
             ],
         )
     if plan.zero and plan.zero_axis is None:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"zero={plan.zero} shards over the data axis, and the plan has none",
             [f"mesh  {plan.mesh}"],
             [("data_axis=...", "names an axis of the mesh"), ("zero=0", "nothing is sharded over data parallel ranks")],
@@ -161,27 +151,24 @@ def _pipeline(plan: PlanFields) -> None:
     if pipeline is None:
         return
     if not isinstance(pipeline, Pipeline):
-        raise PlanError("Plan", f"pipeline is {pipeline!r}, not a Pipeline", (), [("pipeline=Pipeline(...)", "")])
+        raise misfit(f"pipeline is {pipeline!r}, not a Pipeline", (), [("pipeline=Pipeline(...)", "")])
     _known_axis(plan, "pipeline", pipeline.axis)
     if pipeline.axis in plan.data_axes:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"axis {pipeline.axis!r} is both the pipeline's and a data axis",
             [f"mesh  {plan.mesh}"],
             [('mesh={"pp": 2, "dp": 2}', "an axis for each")],
         )
     for where, placements in _placements_of(plan):
         if pipeline.axis in placements:
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"{where} places a tensor on axis {pipeline.axis!r}, whose ranks hold different stages",
                 [f"mesh  {plan.mesh}"],
                 [(f"leave {pipeline.axis!r} out", "a tensor lies on the ranks of its stage alone")],
             )
     ranks = plan.mesh[pipeline.axis]
     if pipeline.stages != ranks * pipeline.virtual:
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"{len(pipeline.cuts)} cuts make {pipeline.stages} stages, and {ranks} ranks of axis {pipeline.axis!r} "
             f"with virtual={pipeline.virtual} hold {ranks * pipeline.virtual}",
             [f"cuts  {', '.join(pipeline.cuts) or 'none'}"],
@@ -191,8 +178,7 @@ def _pipeline(plan: PlanFields) -> None:
         written = {"ranks": ranks, "microbatches": pipeline.microbatches, "stages": pipeline.stages}
         for name, expected in written.items():
             if pipeline.schedule.get(name) != expected:
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"the schedule is written for {name}={pipeline.schedule.get(name)!r}, and the plan has {expected}",
                     (),
                     [("generate the schedule for the plan's numbers", "")],
@@ -204,7 +190,7 @@ def _globs(plan: PlanFields) -> None:
         for pattern, value in getattr(plan, name).items():
             if not isinstance(value, bool):
                 remedies = [(f'{{"{pattern}": True}}', ""), (f'{{"{pattern}": False}}', "an exception to later globs")]
-                raise PlanError("Plan", f"{name}[{pattern!r}] is {value!r}, neither True nor False", (), remedies)
+                raise misfit(f"{name}[{pattern!r}] is {value!r}, neither True nor False", (), remedies)
     for pattern, rows in plan.blocks.items():
         check_count("Plan", f"blocks[{pattern!r}]", rows)
 
@@ -212,47 +198,45 @@ def _globs(plan: PlanFields) -> None:
 def _precision(plan: PlanFields) -> None:
     if plan.precision is not None and not isinstance(plan.precision, Precision):
         remedies = [("precision=Precision(compute=torch.bfloat16, reduce=torch.float32)", "")]
-        raise PlanError("Plan", f"precision is {plan.precision!r}, not a Precision", (), remedies)
+        raise misfit(f"precision is {plan.precision!r}, not a Precision", (), remedies)
 
 
 def _policies(plan: PlanFields) -> None:
     for pattern, policy in plan.policies.items():
         where = f"policies[{pattern!r}]"
         if not isinstance(policy, Policy):
-            raise PlanError(
-                "Plan", f"{where} is {policy!r}, not a Policy", (), [(f'{{"{pattern}": Policy(zero=2)}}', "")]
-            )
+            raise misfit(f"{where} is {policy!r}, not a Policy", (), [(f'{{"{pattern}": Policy(zero=2)}}', "")])
         if policy.zero and plan.zero_axis is None:
             remedies = [("data_axis=...", "names an axis of the mesh")]
-            raise PlanError("Plan", f"{where} shards over the data axis, and the plan has none", (), remedies)
+            raise misfit(f"{where} shards over the data axis, and the plan has none", (), remedies)
         if policy.zero and plan.sums == "all_reduce":
             rule = f"{where} keeps a part of gradients, and sums='all_reduce' all of them"
-            raise PlanError("Plan", rule, (), [('sums="ordered"', "")])
+            raise misfit(rule, (), [('sums="ordered"', "")])
         if policy.precision is not None and plan.pipeline is not None:
             remedies = [("precision=...", "one for all stages"), ("without a pipeline", "")]
-            raise PlanError("Plan", f"{where} has a precision of its own, and stages pass on one dtype", (), remedies)
+            raise misfit(f"{where} has a precision of its own, and stages pass on one dtype", (), remedies)
 
 
 def _offload(plan: PlanFields) -> None:
     if not isinstance(plan.offload, bool):
         remedies = [("offload=True", "optimizer states live in host memory")]
-        raise PlanError("Plan", f"offload is {plan.offload!r}, neither True nor False", (), remedies)
+        raise misfit(f"offload is {plan.offload!r}, neither True nor False", (), remedies)
 
 
 def _accumulation(plan: PlanFields) -> None:
     check_count("Plan", "accumulation", plan.accumulation)
     if plan.accumulation > 1 and plan.pipeline is not None:
         remedies = [("Pipeline(microbatches=...)", "a call of the model adds up their gradients")]
-        raise PlanError("Plan", "a plan with a pipeline accumulates over its microbatches", (), remedies)
+        raise misfit("a plan with a pipeline accumulates over its microbatches", (), remedies)
 
 
 def _ahead(plan: PlanFields) -> None:
     if type(plan.prefetch) is not int or plan.prefetch < 0:
         remedies = [("prefetch=1", "the next block is gathered ahead"), ("prefetch=0", "none is")]
-        raise PlanError("Plan", f"prefetch is {plan.prefetch!r}, not a number of blocks", (), remedies)
+        raise misfit(f"prefetch is {plan.prefetch!r}, not a number of blocks", (), remedies)
     if plan.prefetch != 1 and plan.zero < 3 and plan.precision is None and not plan.policies:
         remedies = [("zero=3", "gathers parameters block by block"), ("precision=...", "does, too"), ("prefetch=1", "")]
-        raise PlanError("Plan", f"prefetch={plan.prefetch} where no parameters are gathered", (), remedies)
+        raise misfit(f"prefetch={plan.prefetch} where no parameters are gathered", (), remedies)
     if plan.ahead_bytes is not None:
         check_count("Plan", "ahead_bytes", plan.ahead_bytes)
 
@@ -260,13 +244,13 @@ def _ahead(plan: PlanFields) -> None:
 def _sums(plan: PlanFields) -> None:
     if plan.sums not in ("ordered", "all_reduce"):
         remedies = [('sums="ordered"', "in the order of ranks"), ('sums="all_reduce"', "by one collective")]
-        raise PlanError("Plan", f"sums is {plan.sums!r}, neither 'ordered' nor 'all_reduce'", (), remedies)
+        raise misfit(f"sums is {plan.sums!r}, neither 'ordered' nor 'all_reduce'", (), remedies)
     if plan.sums == "all_reduce" and plan.zero:
         remedies = [("zero=0", "every rank keeps all gradients"), ('sums="ordered"', "")]
-        raise PlanError("Plan", f"sums='all_reduce' where each rank keeps a part (zero={plan.zero})", (), remedies)
+        raise misfit(f"sums='all_reduce' where each rank keeps a part (zero={plan.zero})", (), remedies)
     if plan.sums == "all_reduce" and plan.precision is not None and plan.precision.sent is not None:
         remedies = [("Precision(sent=None)", "what travels is what is summed"), ('sums="ordered"', "")]
-        raise PlanError("Plan", "an all-reduce sums in the dtype in which gradients travel", (), remedies)
+        raise misfit("an all-reduce sums in the dtype in which gradients travel", (), remedies)
 
 
 def _expert_axis(plan: PlanFields) -> None:
@@ -275,19 +259,19 @@ def _expert_axis(plan: PlanFields) -> None:
     for pattern, form in plan.experts.items():
         if form not in tuple(EXPERT_FORMS):  # a list has no hash
             remedies = [(f'{{"{pattern}": "{one}"}}', what) for one, what in EXPERT_FORMS.items()]
-            raise PlanError("Plan", f"experts[{pattern!r}] is {form!r}, neither 'indices' nor 'counts'", (), remedies)
+            raise misfit(f"experts[{pattern!r}] is {form!r}, neither 'indices' nor 'counts'", (), remedies)
         if plan.expert_axis is None:
             remedies = [('expert_axis="ep"', "the axis over which they are spread"), ("leave experts out", "")]
-            raise PlanError("Plan", f"experts[{pattern!r}] without an expert axis says nothing", (), remedies)
+            raise misfit(f"experts[{pattern!r}] without an expert axis says nothing", (), remedies)
     factor = plan.capacity_factor
     if factor is None:
         return
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
         remedies = [("capacity_factor=1.25", "a quarter more than an even load"), ("capacity_factor=None", "no limit")]
-        raise PlanError("Plan", f"capacity_factor is {factor!r}, not a positive number", (), remedies)
+        raise misfit(f"capacity_factor is {factor!r}, not a positive number", (), remedies)
     if plan.expert_axis is None:
         remedies = [('expert_axis="ep"', "of one rank, be it"), ("capacity_factor=None", "no limit")]
-        raise PlanError("Plan", f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
+        raise misfit(f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
 
 
 LAYOUTS = ("auto", "contiguous", "zigzag")
@@ -296,18 +280,18 @@ LAYOUTS = ("auto", "contiguous", "zigzag")
 def _context(plan: PlanFields) -> None:
     if plan.context not in WAYS:
         remedies = [(f"context={way!r}", "") for way in WAYS]
-        raise PlanError("Plan", f"context is {plan.context!r}, which is no way of attention", (), remedies)
+        raise misfit(f"context is {plan.context!r}, which is no way of attention", (), remedies)
     if plan.context_layout not in LAYOUTS:
         remedies = [(f"context_layout={layout!r}", "") for layout in LAYOUTS]
-        raise PlanError("Plan", f"context_layout is {plan.context_layout!r}, which is no layout", (), remedies)
+        raise misfit(f"context_layout is {plan.context_layout!r}, which is no layout", (), remedies)
     axis = plan.context_axis
     if axis is None:
         if plan.context_layout != "auto":
             remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
-            raise PlanError("Plan", f"context_layout={plan.context_layout!r} without a context axis", (), remedies)
+            raise misfit(f"context_layout={plan.context_layout!r} without a context axis", (), remedies)
         if plan.context != "auto":
             remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
-            raise PlanError("Plan", f"context={plan.context!r} without a context axis", (), remedies)
+            raise misfit(f"context={plan.context!r} without a context axis", (), remedies)
         return
     _known_axis(plan, "context_axis", axis)
     taken = {"data_axis": plan.data_axes, "expert_axis": (plan.expert_axis,)}
@@ -315,7 +299,7 @@ def _context(plan: PlanFields) -> None:
     for field, axes in taken.items():
         if axis in axes:
             remedies = [(f'mesh={{..., "{axis}_context": 2}}', "an axis for each")]
-            raise PlanError("Plan", f"axis {axis!r} is both context_axis and {field}", [f"mesh  {plan.mesh}"], remedies)
+            raise misfit(f"axis {axis!r} is both context_axis and {field}", [f"mesh  {plan.mesh}"], remedies)
 
 
 CHECKS: tuple[Callable[[PlanFields], None], ...] = (

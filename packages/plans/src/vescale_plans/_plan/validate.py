@@ -14,7 +14,7 @@ from vescale_dtensor.engine import Mesh, canonical_states
 
 from .fields import PlanFields
 from .match import check_names, first_match, match, match_inside, nearest
-from .parts import Boundary, Placements, PlanError, Policy
+from .parts import Boundary, Placements, Policy, misfit
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: nothing can happen at their boundaries."""
@@ -82,8 +82,7 @@ def _bounded(plan: PlanFields, model: nn.Module) -> dict[str, Boundary]:
     for name, boundary in match(plan.boundaries, called, "module", complete=False).items():
         before = first.setdefault(every[name], name)
         if found.setdefault(before, boundary) != boundary:
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"{before!r} and {name!r} are one module, and the plan gives them different boundaries",
                 [f"{one}  {each}" for one, each in ((before, found[before]), (name, boundary))],
                 [("give both the same boundary", "")],
@@ -98,8 +97,7 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
     shape = tuple(parameter.shape)
     for axis, placement in placed.items():
         if isinstance(placement, Partial):
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"{where} as a sum not yet reduced over axis {axis!r}, but a parameter is a value",
                 [f"{name}  {list(shape)}"],
                 [("Replicate()", "alike on all ranks"), ("Shard(dim)", "a part on each")],
@@ -107,7 +105,7 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
     try:
         canonical_states("Plan", plan.placements(placed), Mesh(tuple(plan.mesh.values()), tuple(plan.mesh)), shape)
     except PlacementError as error:
-        raise PlanError("Plan", f"{where}: {error.rule}", error.operands, error.remedies) from None
+        raise misfit(f"{where}: {error.rule}", error.operands, error.remedies) from None
     if not even:
         return
     sizes = list(shape)
@@ -116,8 +114,7 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
             order = getattr(placement, "order", None) or range(plan.mesh[axis])
             parts = len(order) * getattr(placement, "groups", 1)
             if sizes[placement.dim] % parts:
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"{where}: dim {placement.dim} of size {sizes[placement.dim]} does not divide by {parts}",
                     [f"{name}  {list(shape)}", f"{axis}  {plan.mesh[axis]} ranks, {placement!r}"],
                     [("even=False", "uneven shards are right, and cost a little more communication")],
@@ -130,8 +127,7 @@ def _check_tied(does: str, parameters: Mapping[str, nn.Parameter], decided: Mapp
     for name, parameter in parameters.items():
         other = first.setdefault(id(parameter), name)
         if decided.get(other) != decided.get(name):
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"{other!r} and {name!r} are one tied parameter, and the plan {does}s them differently",
                 [f"{one}  {decided.get(one)}" for one in (other, name)],
                 [(f"{does} both alike", "")],
@@ -153,8 +149,7 @@ def _check_heads(plan: PlanFields, modules: Mapping[str, nn.Module], placed: Map
                 continue
             heads, rest = divmod(module.out_features // getattr(placement, "groups", 1), size)
             if rest == 0 and heads % plan.mesh[axis]:
-                raise PlanError(
-                    "Plan",
+                raise misfit(
                     f"the {heads} heads that {name!r} computes do not divide by the {plan.mesh[axis]} ranks of axis "
                     f"{axis!r}",
                     [f"{name}.weight  {list(module.weight.shape)}, heads of {size}"],
@@ -179,8 +174,7 @@ def _check_not_a_container(where: str, pattern: str, modules: Mapping[str, nn.Mo
     """Refuses boundaries of a container; activations are for the modules inside it."""
     found = [name for name in modules if fnmatchcase(name, pattern)]
     if where == "boundaries" and found and all(isinstance(modules[name], CONTAINERS) for name in found):
-        raise PlanError(
-            "Plan",
+        raise misfit(
             f"{where}[{pattern!r}] is {found[0]!r}, a {type(modules[found[0]]).__name__}, which is never called",
             (),
             [(f"use '{found[0]}.*'", "the modules in it, and those inside them")],
@@ -196,8 +190,7 @@ def _check_arguments(name: str, module: nn.Module, boundary: Boundary) -> None:
     for argument in boundary.arguments:
         if argument not in parameters:
             near = nearest(argument, list(parameters)) or list(parameters)
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"the boundary of {name!r} converts an argument {argument!r}, which its forward does not take",
                 [f"{type(module).__name__}.forward  ({', '.join(parameters)})"],
                 [(f"use {near[0]!r}", "")] if near else (),
@@ -209,8 +202,7 @@ def _check_cuts(plan: PlanFields, modules: Mapping[str, nn.Module], checkpointed
         module = modules.get(cut)
         if module is None:
             near = nearest(cut, list(modules))
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"the pipeline is cut at {cut!r}, which is not a module of the model",
                 [f"nearest  {', '.join(near) or 'none'}"],
                 [(f"use {near[0]!r}", "")] if near else (),
@@ -218,11 +210,10 @@ def _check_cuts(plan: PlanFields, modules: Mapping[str, nn.Module], checkpointed
         if isinstance(module, CONTAINERS):
             remedies = [(f"use '{cut}.{len(module) // 2}'", "a module in it")]
             kind = type(module).__name__
-            raise PlanError("Plan", f"the pipeline is cut at {cut!r}, a {kind}, which is never called", (), remedies)
+            raise misfit(f"the pipeline is cut at {cut!r}, a {kind}, which is never called", (), remedies)
         around = next((name for name in checkpointed if cut.startswith(f"{name}.")), None)
         if around is not None:
-            raise PlanError(
-                "Plan",
+            raise misfit(
                 f"the pipeline is cut at {cut!r}, inside {around!r}, which is checkpointed as a whole",
                 (),
                 [(f"cut at {around!r}", ""), (f'checkpointing={{"{around}": False, ...}}', "")],

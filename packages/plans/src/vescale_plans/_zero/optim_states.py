@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import INVARIANT, attach, convert, convert_plain, layout_of, local_only
+from vescale_dtensor.engine import INVARIANT, attach, layout_of, local_only
 from vescale_trace.values import map_tensors
 
 from .._plan.parts import PlanError
 from .matrix import Owners
 from .optim_shown import ShownState, ShownStates
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, laid
 from .zero import DataParallel
 
 _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -113,10 +113,7 @@ class ShardedStates:
         plain, layout = self._plain_of(param)
         if tuple(given.shape) != layout.shape:
             return loaded
-        if type(given) is DTensor:
-            part = convert(given.detach(), layout, "load_state_dict")
-        else:
-            part = convert_plain(given.detach(), layout.mesh, layout, "load_state_dict")
+        part = laid(given.detach(), layout, "load_state_dict")
         with local_only():
             kind = plain.dtype if given.is_floating_point() else given.dtype
             part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
@@ -243,10 +240,7 @@ class ShardedStates:
         plain, layout = self._plain_of(param)
         if tuple(value.shape) != layout.shape or key in _COUNTS:
             return value.full_tensor().detach() if type(value) is DTensor else value
-        if type(value) is DTensor:
-            part = convert(value.detach(), layout, "optimizer.state")
-        else:
-            part = convert_plain(value.detach(), layout.mesh, layout, "optimizer.state")
+        part = laid(value.detach(), layout, "optimizer.state")
         with local_only():
             return part.detach().as_subclass(Tensor).to(plain.device).reshape(self._shape_of(param)).contiguous()
 

@@ -44,6 +44,11 @@ class Sharing:
     sums: str = "ordered"
 
 
+def laid(value: Tensor, layout: Layout, cause: str) -> DTensor:
+    """Returns a tensor that somebody gave in this layout; a plain one is alike on all ranks."""
+    return convert(value, layout, cause) if type(value) is DTensor else convert_plain(value, layout.mesh, layout, cause)
+
+
 class Read(Function):
     """A parameter's part at rest -> the same values; backward, a part's gradient -> this rank's share of the full one.
 
@@ -211,10 +216,7 @@ class ShardedParameter:
                 [f"parameter  {list(layout.shape)}", f"value  {list(value.shape)}"],
                 [("change the module before parallelize", ""), ("module.weight = nn.Parameter(...)", "a new one")],
             )
-        if type(value) is DTensor:
-            value = convert(value.detach(), layout, "Tensor.data")
-        else:
-            value = convert_plain(value.detach(), layout.mesh, layout, "Tensor.data")
+        value = laid(value.detach(), layout, "Tensor.data")
         with local_only():
             if self.arriving is not None:
                 value = value.to(tensor.device)
@@ -240,9 +242,7 @@ class ShardedParameter:
         partial = type(value) is DTensor and value._layout.base is full.gradient
         if tuple(value.shape) != full.shape or (partial and self.gradient_layout is self.reduced_layout):
             return None
-        if type(value) is DTensor:
-            return convert(value, self.gradient_layout, "grad")
-        return convert_plain(value, full.mesh, self.gradient_layout, "grad")
+        return laid(value, self.gradient_layout, "grad")
 
     @property
     def is_lost(self) -> bool:

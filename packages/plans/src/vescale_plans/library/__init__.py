@@ -1,5 +1,5 @@
 """Plans by hand for model families: `gpt`, `llama`, `mixtral`."""
 
-from .gpt import gpt as gpt
-from .llama import llama as llama
-from .mixtral import mixtral as mixtral
+from .families import gpt as gpt
+from .families import llama as llama
+from .families import mixtral as mixtral

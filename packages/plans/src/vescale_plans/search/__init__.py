@@ -1,24 +1,14 @@
 """The planner: a model's structure found without names, and plans made from it."""
 
-from .probing.sample import Sample as Sample
 from .probing.sample import sample_of as sample_of
 from .probing.find_structure import structure_of as structure_of
-from .pricing.sizes import Sizes as Sizes
 from .pricing.sizes import sizes_of as sizes_of
-from .structure import Blocks as Blocks
 from .structure import Experts as Experts
-from .structure import Group as Group
-from .structure import Matrix as Matrix
-from .structure import Source as Source
 from .structure import Structure as Structure
-from .structure import Vocabulary as Vocabulary
-from .tensor_plan import TensorPlan as TensorPlan
 from .tensor_plan import split_parameters as split_parameters
 from .tensor_plan import tensor_parallel_plan as tensor_parallel_plan
 from .candidates import Candidate as Candidate
-from .pricing.cost import Cost as Cost
 from .pricing.cost import cost_of as cost_of
-from .decision import Against as Against
 from .explain import Explanation as Explanation
 from .generate import generate_plan as generate_plan
 from .generate import plan_of as plan_of
@@ -27,16 +17,12 @@ from .pricing.hardware import Hardware as Hardware
 from .pricing.hardware import Link as Link
 from .pricing.hardware import Product as Product
 from .pricing.profiles import hardware_of as hardware_of
-from .pricing.memory import Memory as Memory
 from .pricing.memory import memory_of as memory_of
 from .pricing.predict import Prediction as Prediction
 from .pricing.predict import predict as predict
-from .pricer import Estimate as Estimate
 from .pricer import Request as Request
 from .ranking import rank as rank
-from .ranking import ranked as ranked
 from .refusals import InfeasibleError as InfeasibleError
-from .pricing.sizes import parts_of as parts_of
 from .stages import Cutter as Cutter
 from .stages import Part as Part
 from .generate import MOST as MOST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from .._plan.parts import PlanError
 from .candidates import Candidate, candidates, ways
-from .pricing.cost import BUSY, NOTHING, Cost, Pass, again_of, cost_of, pass_of, positions_of
+from .pricing.cost import BUSY, Cost, Pass, again_of, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
 from .pricing.interleaved import Interleaved
 from .pricing.memory import Held, Memory, memory_of
@@ -89,10 +89,10 @@ class Pricer:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self._joined: dict[int, Hardware] = {}
         self._sizes: dict[int, Sizes] = {}
         self._parts: dict[tuple[int, bool], tuple[list[Sizes], list[int], Counter[int]]] = {}
         self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
-        self._again: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._kept: dict[tuple, list[tuple[int, int, Mapping[str, int]]]] = {}
         self._statics: dict[tuple, list[tuple[int, int]]] = {}
         self._bounds: dict[tuple, float] = {}
@@ -104,15 +104,20 @@ class Pricer:
 
     def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
         """Estimates in closed form, with blocks dealt out evenly; all of them computed again if the candidate may."""
-        asked, sizes = self.request, self._sizes_at(candidate.tp)
-        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        return Estimate(candidate, self._rough(candidate, batch), memory_of(sizes, *shape))
+        held = memory_of(self._sizes_at(candidate.tp), *self._shape(candidate, batch))
+        return Estimate(candidate, self._rough(candidate, batch), held)
 
     def _rough(self, candidate: Candidate, batch: int | None = None) -> Cost:
         """Prices with blocks dealt out evenly."""
-        asked, sizes = self.request, self._sizes_at(candidate.tp)
-        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        return cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
+        passes = self._pass(candidate, batch)[0], self._anew(candidate, batch)[0]
+        return cost_of(self._sizes_at(candidate.tp), *self._shape(candidate, batch), *passes)
+
+    def _shape(self, candidate: Candidate, batch: int | None = None) -> tuple[Candidate, Hardware, int, int]:
+        """Returns what a price depends on besides sizes: devices as the candidate joins them, rows and positions."""
+        asked, ranks = self.request, candidate.ranks
+        if ranks not in self._joined:
+            self._joined[ranks] = asked.hardware.joining(ranks)
+        return candidate, self._joined[ranks], batch or asked.batch, asked.seq
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
         """Memory of the fullest rank with blocks dealt out evenly, all computed again that may be; None if that is no
@@ -120,9 +125,7 @@ class Pricer:
         found = self.cutter(candidate, inf, whole=True, batch=batch).even()
         return None if found is None else self._memory(candidate, found, batch)
 
-    def cutter(
-        self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None
-    ) -> Cutter | Interleaved:
+    def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
         """Returns the cutter of the model's parts under a candidate; `whole` computes every block again, if any."""
         again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
         parts, one = self._priced(candidate, batch), candidate
@@ -182,25 +185,32 @@ class Pricer:
 
     def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
         """Passes of the whole model, and of each kind of part."""
-        asked = self.request
-        rows = batch or asked.batch
-        key = (*self._axes(candidate), positions_of(candidate, rows, asked.seq))
+        return self._passed(pass_of, (), candidate, batch)
+
+    def _anew(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
+        """The same, of what is computed again."""
+        return self._passed(again_of, (candidate.checkpointing, candidate.inside), candidate, batch)
+
+    def _passed(
+        self, price: Callable[..., Pass], by: tuple, candidate: Candidate, batch: int | None
+    ) -> tuple[Pass, list[Pass]]:
+        """What `price` gives, which depends on `by` too."""
+        shape = self._shape(candidate, batch)
+        key = (price, *by, *self._axes(candidate), positions_of(candidate, *shape[2:]))
         if key not in self._passes:
-            shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
-            kinds = [pass_of(one, *shape) for one in self._kinds(candidate)[0]]
-            self._passes[key] = (pass_of(self._sizes_at(candidate.tp), *shape), kinds)
+            kinds = [price(one, *shape) for one in self._kinds(candidate)[0]]
+            self._passes[key] = (price(self._sizes_at(candidate.tp), *shape), kinds)
         return self._passes[key]
 
     def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int, Mapping[str, int]]]:
         """Per kind of part: bytes that it keeps for backward with nothing computed again, without a pipeline the loss
         among them, how many fewer with what the candidate computes again, and what a pipeline's stage holds at its
         ends, by the fields of `Part`."""
-        asked = self.request
-        again = (candidate.checkpointing, candidate.inside)
-        staged = candidate.pp > 1
-        key = (*self._axes(candidate), *again, staged, positions_of(candidate, batch, asked.seq))
+        again, staged = (candidate.checkpointing, candidate.inside), candidate.pp > 1
+        _, *shape = self._shape(candidate, batch)
+        key = (*self._axes(candidate), *again, staged, positions_of(candidate, *shape[1:]))
         if key not in self._kept:
-            shape, found = (asked.hardware.joining(candidate.ranks), batch, asked.seq), []
+            found = []
             plain = replace(candidate, checkpointing=False, inside=())
             for one in self._kinds(candidate)[0]:
                 held = [Held(one, way, *shape, part=True) for way in (plain, candidate)]
@@ -208,19 +218,6 @@ class Pricer:
                 found.append((kept, kept - left, held[1].at_ends() if staged else {}))
             self._kept[key] = found
         return self._kept[key]
-
-    def _anew(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
-        """The same, of what is computed again."""
-        if not candidate.checkpointing:
-            return NOTHING, [NOTHING] * len(self._kinds(candidate)[0])
-        asked = self.request
-        rows = batch or asked.batch
-        key = (*self._axes(candidate), candidate.inside, positions_of(candidate, rows, asked.seq))
-        if key not in self._again:
-            shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
-            kinds = [again_of(one, *shape) for one in self._kinds(candidate)[0]]
-            self._again[key] = (again_of(self._sizes_at(candidate.tp), *shape), kinds)
-        return self._again[key]
 
     def _axes(self, candidate: Candidate) -> tuple:
         """Returns the key that, with positions, decides on the passes of parts."""
@@ -267,19 +264,16 @@ class Pricer:
     def _static(self, candidate: Candidate) -> list[tuple[int, int]]:
         """Bytes that each kind of part holds whatever runs, of rows or positions none, and those of gradients that a
         pipeline adds."""
-        one, asked = candidate, self.request
+        one = candidate
         degrees = (one.pp, one.dp, one.tp, one.ep, one.cp, one.zero, one.offload, one.microbatches > 1)
         if (key := (*degrees, self._staged(one))) not in self._statics:
-            shape = (one, asked.hardware.joining(one.ranks), asked.batch, asked.seq)
-            held = [Held(kind, *shape, part=True) for kind in self._kinds(one)[0]]
+            held = [Held(kind, *self._shape(one), part=True) for kind in self._kinds(one)[0]]
             self._statics[key] = [(each.static(), each.fresh()) for each in held]
         return self._statics[key]
 
     def _working(self, candidate: Candidate, batch: int | None = None) -> int:
         """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
-        asked = self.request
-        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        held = Held(self._sizes_at(candidate.tp), *shape)
+        held = Held(self._sizes_at(candidate.tp), *self._shape(candidate, batch))
         if candidate.pp > 1:
             return held.working()
         return held.alone().total - held.static() - int(held.kept() + held.loss())
@@ -301,8 +295,7 @@ class Pricer:
     def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
         """Memory of the fullest rank of a cut, by kind."""
         kinds, of, _ = self._kinds(candidate)
-        hardware = self.request.hardware.joining(candidate.ranks)
-        shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
+        shape = self._shape(candidate, batch)
         held = [Held(kinds[of[at]], *shape, part=True) for at in found.held(len(self._cuttable))]
         parameters, states, gradients = (
             sum(sizes) for sizes in zip(*((one.parameters(), one.states(), one.summed()) for one in held))

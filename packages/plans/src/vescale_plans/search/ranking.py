@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 from .candidates import Candidate
 from .pricer import Estimate, Pricer, Request
-from .pricing.hardware import Hardware
 from .progress import Bar
 from .refusals import nothing_legal, over_memory_by_formula
-from .structure import Structure
 
 MARGIN = 0.94
 """Share of a device's memory that a plan may fill: the allocator and the communication library want the rest."""
@@ -20,23 +16,6 @@ KEPT = 6
 """Estimates that are made exactly: the choice, and the next five."""
 
 RANKING = "pricing candidates"
-
-
-def ranked(
-    structure: Structure,
-    world_size: int,
-    batch: int,
-    seq: int,
-    hardware: Hardware,
-    *,
-    memory: float | None = None,
-    objective: str = "time",
-    pin: Mapping[str, Any] | None = None,
-    forbid: Sequence[str | Mapping[str, Any]] = (),
-) -> list[Estimate]:
-    """The best candidates that fit, KEPT at most, best first. Raises InfeasibleError when none does."""
-    limit = MARGIN * hardware.memory if memory is None else memory
-    return rank(Request(structure, world_size, batch, seq, hardware, limit, objective, pin, forbid))
 
 
 def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:

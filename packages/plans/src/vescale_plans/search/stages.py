@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import ceil, inf
 from operator import le
 from typing import NamedTuple
 
+Kind = tuple[float, int]
+"""See `Part.again`."""
 MOST_KINDS = 3
 """Blocks that differ more than this recompute all or nothing per stage."""
 
@@ -210,6 +212,7 @@ class Cutter:
         self, parts: Sequence[Part], count: int, microbatches: int, limit: float, again: bool | str = False
     ) -> None:
         self.parts, self.count, self.microbatches, self.limit, self.again = parts, count, microbatches, limit, again
+        self.stages = count
         self._time = [0.0, *accumulate(part.time for part in parts)]
         self._static = [0, *accumulate(part.static for part in parts)]
         self._kept = [0, *accumulate(part.kept for part in parts)]
@@ -255,10 +258,11 @@ class Cutter:
         return self._time[-1] + (self.microbatches - 1) * longest > best
 
     def even(self) -> Stages | None:
-        """Parts dealt out evenly; None if that is no cut, or does not fit."""
-        size = len(self.parts)
-        starts = tuple(number * size // self.count for number in range(self.count))
-        return self.made(starts)
+        """Parts dealt out evenly by number; None if that is no cut, or does not fit."""
+        return self.made(self._by_number())
+
+    def _by_number(self) -> tuple[int, ...]:
+        return tuple(stage * len(self.parts) // self.stages for stage in range(self.stages))
 
     def made(self, starts: Sequence[int]) -> Stages | None:
         """The cut at these parts, with the least that is computed again; None if it is none, or does not fit."""
@@ -268,14 +272,12 @@ class Cutter:
         stages = [self.stage(at, *bounds[at : at + 2]) for at in range(len(starts))]
         if None in stages:
             return None
-        again: set[int] = set()
-        for stage, first, past in zip(stages, bounds, bounds[1:]):
-            for kind, number in stage.again.items():
-                again.update([at for at in range(first, past) if self.parts[at].again == kind][:number])
+        spans = [range(first, past) for first, past in pairwise(bounds)]
+        again = frozenset(self._first(spans, [stage.again for stage in stages]))
         fullest = max(range(len(stages)), key=lambda at: stages[at].memory)
         return Stages(
             tuple(starts),
-            frozenset(again),
+            again,
             sum(stage.time for stage in stages),
             max(stage.time for stage in stages),
             stages[fullest].memory,
@@ -292,10 +294,7 @@ class Cutter:
         return self._known[key]
 
     def _stage(self, among: Sequence[Moment], start: int, stop: int) -> _Stage | None:
-        static = self._static[stop] - self._static[start]
-        first, last = self.parts[start], self.parts[stop - 1]
-        kept = self._kept[stop] - self._kept[start] + first.received
-        load = Load(kept, last.begins, first.ends, self._fresh[stop] - self._fresh[start])
+        static, load = self._static[stop] - self._static[start], self._load(start, stop)
         time = self._time[stop] - self._time[start]
         found = max(held_at((load,), among))
         over = static + found.total - self.limit
@@ -310,9 +309,20 @@ class Cutter:
             return None
         time += sum(extra * number for (extra, _), number in chosen.items())
         less = sum(less * number for (_, less), number in chosen.items())
-        found = max(held_at((load._replace(kept=kept - less),), among))
+        found = max(held_at((load._replace(kept=load.kept - less),), among))
         memory = static + found.total
         return _Stage(time, memory, chosen, found.gradients) if memory <= self.limit else None
+
+    def _load(self, start: int, stop: int) -> Load:
+        first, last = self.parts[start], self.parts[stop - 1]
+        kept, fresh = (sums[stop] - sums[start] for sums in (self._kept, self._fresh))
+        return Load(kept + first.received, last.begins, first.ends, fresh)
+
+    def _first(self, spans: Sequence[range], chosen: Sequence[Mapping[Kind, int]]) -> Iterator[int]:
+        """Yields as many parts of each kind as were chosen."""
+        for span, kinds in zip(spans, chosen):
+            for kind, number in kinds.items():
+                yield from [at for at in span if self.parts[at].again == kind][:number]
 
     @staticmethod
     def _wanted(over: float, flight: int) -> float:

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil, inf
 
-from ..stages import Load, Part, Stages, held_at, moments
-
-Kind = tuple[float, int]
-"""See `Part.again`."""
+from ..stages import Cutter, Kind, Part, Stages, held_at, moments
 
 
-class Interleaved:
+class Interleaved(Cutter):
     """Deals `parts` out over `count` ranks with `virtual` stages each; as `Cutter` otherwise.
 
     Arguments:
@@ -39,12 +36,8 @@ class Interleaved:
         limit: float,
         again: bool | str = False,
     ) -> None:
-        self.parts, self.count, self.virtual, self.microbatches = parts, count, virtual, microbatches
-        self.limit, self.again = limit, again
-        self._time = [0.0, *accumulate(part.time for part in parts)]
-        self._static = [0, *accumulate(part.static for part in parts)]
-        self._kept = [0, *accumulate(part.kept for part in parts)]
-        self._fresh = [0, *accumulate(part.fresh for part in parts)]
+        super().__init__(parts, count, microbatches, limit, again)
+        self.virtual, self.stages = virtual, count * virtual
 
     def best(self, below: float = inf) -> Stages | None:
         """The faster deal that fits; None if none does in at most `below` seconds a step."""
@@ -55,10 +48,6 @@ class Interleaved:
             if (seconds := one.seconds(self.microbatches)) <= below:  # with what it computes again
                 below, found = seconds, one
         return found
-
-    def even(self) -> Stages | None:
-        """Parts dealt out evenly by number; None if that is no cut, or does not fit."""
-        return self.made(self._by_number())
 
     def made(self, starts: Sequence[int]) -> Stages | None:
         """The cut at these parts, with little that is computed again; None if it is none, or does not fit."""
@@ -86,7 +75,7 @@ class Interleaved:
         """Bytes of a rank with these stages, of these gradients, and the parts that are computed again: those that
         save most for their time at the fullest moment. None if it does not fit."""
         static = sum(self._static[span.stop] - self._static[span.start] for span in spans)
-        loads = [self._load(span) for span in spans]
+        loads = [self._load(span.start, span.stop) for span in spans]
         among = moments(self.count, self.virtual, self.microbatches, rank)
         left = [Counter(self.parts[at].again for at in span) if self.again else Counter() for span in spans]
         chosen: list[Counter[Kind]] = [Counter() for _ in spans]
@@ -116,17 +105,6 @@ class Interleaved:
             _, stage, kind = max(ways)
             choose(-stage, kind, min(left[-stage][kind], ceil(over / (moment[-stage] * kind[1]))))
 
-    def _load(self, span: range) -> Load:
-        first, last = self.parts[span.start], self.parts[span.stop - 1]
-        kept, fresh = (sums[span.stop] - sums[span.start] for sums in (self._kept, self._fresh))
-        return Load(kept + first.received, last.begins, first.ends, fresh)
-
-    def _first(self, spans: Sequence[range], chosen: Sequence[Counter[Kind]]) -> Iterator[int]:
-        """Yields as many parts of each kind as were chosen."""
-        for span, kinds in zip(spans, chosen):
-            for kind, number in kinds.items():
-                yield from [at for at in span if self.parts[at].again == kind][:number]
-
     def _times(self, starts: Sequence[int]) -> list[float]:
         """Seconds of each stage for a microbatch, with nothing computed again."""
         return [self._time[stop] - self._time[start] for start, stop in pairwise([*starts, len(self.parts)])]
@@ -139,13 +117,9 @@ class Interleaved:
         longest = self._longest(times)
         return sum(times) / self.virtual + (self.microbatches - 1 / self.virtual) * longest
 
-    def _by_number(self) -> tuple[int, ...]:
-        stages = self.count * self.virtual
-        return tuple(stage * len(self.parts) // stages for stage in range(stages))
-
     def _by_time(self) -> tuple[int, ...]:
         """Each stage begins at the boundary of parts that is nearest to its share of the time."""
-        stages, size = self.count * self.virtual, len(self.parts)
+        stages, size = self.stages, len(self.parts)
         starts, at = [0], 0
         for stage in range(1, stages):
             wanted = self._time[-1] * stage / stages

@@ -96,20 +96,6 @@ class Influence:
         return bool((hit == hit[:1]).all()) and (len(hit) > 1 or bool(hit.all()))
 
 
-@dataclass(frozen=True)
-class Site:
-    """A module that takes and returns whole activations.
-
-    Arguments:
-        batch, position: dims of its first output tensor; None if there is no such dim.
-    """
-
-    name: str
-    batch: int | None
-    position: int | None
-    features: int
-
-
 @dataclass
 class Findings:
     """All that was seen of a model.
@@ -122,7 +108,8 @@ class Findings:
         vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
         routers: calls whose result something was selected by.
         chosen: of so many scores, so many were selected.
-        sites: module -> how its output lies; for modules whose output has the sample's batch and positions.
+        inputs, outputs: module that takes, or gives, activations -> the dim of positions in the first of them; None if
+            it has none.
         token_wise: calls of the residual stream whose position s reaches position s alone.
         chains: repeated blocks.
         like: parameter or module in a block -> its like in all blocks of that kind, itself among them; what a source
@@ -139,8 +126,8 @@ class Findings:
     enclosed: set[Key] = field(default_factory=set)
     routers: set[Key] = field(default_factory=set)
     chosen: dict[int, int] = field(default_factory=dict)
-    inputs: dict[str, Site] = field(default_factory=dict)
-    outputs: dict[str, Site] = field(default_factory=dict)
+    inputs: dict[str, int | None] = field(default_factory=dict)
+    outputs: dict[str, int | None] = field(default_factory=dict)
     token_wise: dict[Key, bool] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

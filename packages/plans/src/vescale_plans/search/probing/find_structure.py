@@ -20,7 +20,7 @@ from ..._plan.parts import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 from ..tensor_plan import split_parameters
-from .calls import Call, Findings, Influence, Key, Site, paired
+from .calls import Call, Findings, Influence, Key, paired
 from .forwards import raised
 from .holding import holding_of
 from .probe import probe
@@ -164,14 +164,14 @@ def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influenc
     ]
 
 
-def _site(found: Findings, sites: Mapping[str, Site], call: Call) -> str | None:
+def _site(found: Findings, sites: Mapping[str, int | None], call: Call) -> str | None:
     """The innermost module at the call that takes, or returns, whole activations: positions and all. Of those around
     a repeated block none: where a model adds positions of its own, no module inside has the sample's, and the caller
     stands for them."""
     blocks = {name for chain in found.chains for name in chain.names}
     start = next((at for at, name in enumerate(call.path) if name in blocks), 0)
     own = reversed(call.path[start:])
-    inner = next((name for name in own if name in sites and sites[name].position is not None), None)
+    inner = next((name for name in own if sites.get(name) is not None), None)
     return inner or (call.path[-1] if call.path else None) or None
 
 
@@ -344,12 +344,7 @@ def _position_dim(found: Findings, pairs: Mapping[Key, Mapping]) -> int | None:
     sinks = [key for key in pairs if found.calls[key].outer is not None]
     if not sinks or not all(found.token_wise.get(key, False) for key in stream):
         return None
-    dims = set()
-    for sink in sinks:
-        site = found.outputs.get(_site(found, found.outputs, found.calls[sink]) or "")
-        if site is None or site.position is None:
-            return None
-        dims.add(site.position)
+    dims = {found.outputs.get(_site(found, found.outputs, found.calls[sink]) or "") for sink in sinks}
     return dims.pop() if len(dims) == 1 else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..progress import Bar
 from .blocks import Chain, chains
-from .calls import Findings, Key, Site, Test, paired
+from .calls import Findings, Key, Test, paired
 from .forwards import Forwards
 from .influences import ROWS, Influences
 from .model import first_tensor
@@ -95,7 +95,7 @@ class _Prober:
             batch = sizes.index(FOLLOWED) if FOLLOWED in sizes else None
             positions = self.sample.positions
             position = next((d for d, s in enumerate(sizes) if s == positions and d != batch), None)
-            sites.setdefault(name, Site(name, batch, position, tensor.shape[-1]))
+            sites.setdefault(name, position)
 
     def _by_sizes(self, first: Probe, other: Probe) -> None:
         """Finds rows of which nothing was followed (steps of a diffusion, made from integers): the one dim that was as
