@@ -16,7 +16,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from vescale_dtensor.engine import watched
 from vescale_pipeline import record_events
 from vescale_trace.environment import count
 
+from ._commands.spans import waits
 from ._machine._torch_private import DisableTorchFunctionSubclass, queue_callback
 
 LANES = ("compute", "collectives", "pipeline")
@@ -61,6 +62,9 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
         action = event.action
         about = {"stage": action.stage, "microbatch": action.microbatch, "kind": action.kind, "peer": action.peer}
         notes.add("pipeline", str(action), event.start, event.end, about)
+    for span in notes.spans:
+        if span["lane"] == "collectives":
+            span["about"]["ranks"] = _ranks_along(model, span["about"]["axes"])
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({"rank": rank, "spans": notes.spans}))
 
@@ -72,6 +76,9 @@ def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
     Raises VescaleError if the folder holds no timeline.
     """
     ranks = read_timeline(folder)
+    for one in waits(ranks):
+        if one.seconds:
+            one.span["about"]["waited for"] = f"rank {one.latest}, {1e3 * one.seconds:.2f} ms"
     begin = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)
     rows: list[dict[str, Any]] = []
     for rank, spans in sorted(ranks.items()):
@@ -86,6 +93,15 @@ def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
     written = Path(folder) / "trace.json" if path is None else Path(path)
     written.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
     return written
+
+
+def _ranks_along(model: nn.Module | None, axes: Sequence[str]) -> list[int] | None:
+    """The ranks that take part in a collective over these axes of a parallelized model's mesh."""
+    mesh: Any = getattr(getattr(model, "_vescale", None), "device_mesh", None)
+    if mesh is None or not set(axes) <= set(mesh.mesh_dim_names):
+        return None
+    along = (slice(None) if name in axes else at for name, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()))
+    return mesh.mesh[tuple(along)].flatten().tolist()
 
 
 def read_timeline(folder: str | Path) -> dict[int, list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import vescale
 from vescale import Boundary, Pipeline, Plan, Replicate, Shard
-from vescale._commands.spans import exposed, lost, straggler
+from vescale._commands.spans import exposed, lost, straggler, waited
 from vescale.cli import app
 from vescale.timeline import LANES, read_timeline
 from vescale_dtensor.testing import run_ranks, warm_up
@@ -78,6 +78,8 @@ def test_modules_and_collectives_of_four_ranks(tmp_path):
         assert all(span["end"] >= span["start"] for span in shown)
         assert {span["about"]["direction"] for span in shown} == {"forward", "backward"}
         assert all(span["about"]["function"] for span in shown)
+        along = {"dp": [rank % 2, rank % 2 + 2], "tp": [rank // 2 * 2, rank // 2 * 2 + 1], "dp tp": [0, 1, 2, 3]}
+        assert all(span["about"]["ranks"] == along[" ".join(span["about"]["axes"])] for span in shown)
         names = [span["name"] for span in compute[rank]]
         assert names.count("AdamW.step") >= 1
         root = [span for span in compute[rank] if span["name"] == "Sequential"]
@@ -133,6 +135,24 @@ def test_a_collective_is_exposed_but_for_what_ran_beside():
         _span("compute", "late", 7.0, 8.5, phase="forward", depth=1),  # outlasts it
     ]
     assert exposed(_gathered(1.0, 8.0), compute) == pytest.approx(7.0 - 2.0 - 1.0)
+
+
+def test_who_waited_for_whom_is_named_in_the_command_and_the_trace(tmp_path):
+    """Ranks 0 and 1 gather, and apart from them 2 and 3, at the same line: 1 and 2 are late, by much and by little."""
+    for rank, late in enumerate((0.0, 0.3, 0.1, 0.0)):
+        spans = [_gathered(step + late * step, step + 0.9) for step in range(2)]
+        for span in spans:
+            span["about"]["ranks"] = [rank // 2 * 2, rank // 2 * 2 + 1]
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"rank": rank, "spans": spans}))
+    assert list(waited(read_timeline(tmp_path))) == [
+        "rank 0 waited 300.00 ms for rank 1, 300.00 ms in all_gather, train.py:3",
+        "rank 3 waited 100.00 ms for rank 2, 100.00 ms in all_gather, train.py:3",
+    ]
+    said = CliRunner().invoke(app, ["timeline", str(tmp_path)]).output
+    assert "rank 3 waited 100.00 ms for rank 2" in said and "rank 0 waited 300.00 ms for rank 1" in said
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    told = {(row["pid"], row["args"]["waited for"]) for row in shown if "waited for" in row["args"]}
+    assert told == {(0, "rank 1, 300.00 ms"), (3, "rank 2, 100.00 ms")}
 
 
 def test_who_comes_last_is_named():

@@ -1,9 +1,9 @@
-"""Joins the spans of all ranks: exposed collectives, and who came last."""
+"""Joins the spans of all ranks: exposed collectives, who came last, and who waited for whom."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Span = Mapping[str, Any]
@@ -38,27 +38,56 @@ def exposed(collective: Span, compute: Sequence[Span]) -> float:
 
 
 def met(ranks: Spans) -> list[dict[int, Span]]:
-    """The collectives that several ranks took part in, by rank: the n-th of one kind, axes and line on each."""
+    """The collectives that several ranks took part in, by rank: the n-th of one kind, axes, ranks and line on each."""
     found: dict[tuple, dict[int, Span]] = defaultdict(dict)
     for rank, spans in ranks.items():
         counts: dict[tuple, int] = defaultdict(int)
         for span in _lane(spans, "collectives"):
             about = span["about"]
-            key = (span["name"], str(about.get("axes")), str(about.get("line")), about.get("direction"))
+            key = (span["name"], *(str(about.get(name)) for name in ("axes", "ranks", "line", "direction")))
             counts[key] += 1
             found[(*key, counts[key])][rank] = span
     return [one for one in found.values() if len(one) > 1]
 
 
+class Wait(NamedTuple):
+    """What a rank had begun, and for how many seconds nothing came of it, until the last rank began it too."""
+
+    rank: int
+    latest: int
+    span: Span
+    seconds: float
+
+
+def waits(ranks: Spans) -> Iterator[Wait]:
+    """Yields the waits of all ranks, that of the last one too, which is zero."""
+    for together in met(ranks):
+        latest = max(together, key=lambda rank: together[rank]["start"])
+        for rank, span in together.items():
+            yield Wait(rank, latest, span, max(0.0, min(together[latest]["start"], span["end"]) - span["start"]))
+
+
+def waited(ranks: Spans) -> Iterator[str]:
+    """Yields, in words, for which rank each one waited longest in all, and in which collective the most."""
+    by: dict[int, dict[int, list[Wait]]] = defaultdict(lambda: defaultdict(list))
+    for one in waits(ranks):
+        by[one.rank][one.latest].append(one)
+    for rank, found in sorted(by.items()):
+        latest, all_of = max(found.items(), key=lambda row: sum(one.seconds for one in row[1]))
+        seconds, most = sum(one.seconds for one in all_of), max(all_of, key=lambda one: one.seconds)
+        about = most.span["about"]
+        where = ", ".join(str(one) for one in (most.span["name"], about.get("module"), about.get("line")) if one)
+        if seconds:
+            yield f"rank {rank} waited {1e3 * seconds:.2f} ms for rank {latest}, {1e3 * most.seconds:.2f} ms in {where}"
+
+
 def lost(ranks: Spans) -> dict[int, Lost]:
     """Returns the lost seconds by rank."""
     waiting, last, times = defaultdict(float), defaultdict(int), defaultdict(int)
-    for together in met(ranks):
-        latest = max(together, key=lambda rank: together[rank]["start"])
-        last[latest] += 1
-        for rank, span in together.items():
-            times[rank] += 1
-            waiting[rank] += max(0.0, min(together[latest]["start"], span["end"]) - span["start"])
+    for one in waits(ranks):
+        last[one.rank] += one.rank == one.latest
+        times[one.rank] += 1
+        waiting[one.rank] += one.seconds
     made = {}
     for rank, spans in ranks.items():
         compute, collectives = _lane(spans, "compute"), _lane(spans, "collectives")
