@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import manifest
 from ._errors import CheckpointError
 from .format._step import folder_of
@@ -20,7 +22,6 @@ from .io._storage import Path, guarded
 from .sync._sync import Session
 from .tools import file_faults, sections_by_file
 
-_CHUNK_BYTES = 8 << 20
 _log = logging.getLogger("vescale")
 
 
@@ -155,13 +156,7 @@ def _copied(source: Source, file: str, sections: Sequence[Any], root: Root, path
             return False
     except CheckpointError:
         return False
-    with (
-        guarded(root.operation, path, f"cannot write {source.manifest.files[file].nbytes} bytes"),
-        contextlib.closing(source.storage.open(f"{source.folder}/{file}")) as reader,
-        contextlib.closing(root.storage.create(path)) as writer,
-    ):
-        for at in range(0, reader.nbytes, _CHUNK_BYTES):
-            data = bytearray(min(_CHUNK_BYTES, reader.nbytes - at))
-            reader.read_into(data, at)
-            writer.write([data])
+    doing = f"cannot write {source.manifest.files[file].nbytes} bytes"
+    with guarded(root.operation, path, doing), contextlib.closing(root.storage.create(path)) as writer:
+        writer.write([np.memmap(f"{source.folder}/{file}", np.uint8, "r")])
     return True
