@@ -113,20 +113,21 @@ class MemoryJob(SaveJob):
         super().__init__(session, kept.here, contents, step, None, {}, overwrite=True)
 
     def _check_folder(self) -> None:
-        """Begins on each node, if there is room: of the steps before, the last one stays."""
+        """Begins on each node, if there is room: of the steps before, the last that all nodes committed stays."""
         session, root, kept, outline = self.session, self.root, self._kept, self._outline
-        if kept.leads:
-            for step, old in root.committed().items():
-                if step != kept.last:
-                    root.take_away(f"{root.path}/{old}", step)
-            if session.rank:
-                self._draft = root.begin(self._where["step"], overwrite=True)
+        steps = root.committed() if kept.leads else {}
+        if kept.leads and session.rank:
+            self._draft = root.begin(self._where["step"], overwrite=True)
         name = self._draft.name if kept.leads else ""
         nbytes = outline.header.nbytes + outline.header.data_nbytes if outline.writes else 0
-        told = [json.loads(text) for text in session.gather("parts", json.dumps([nbytes, name]).encode())]
+        told = [json.loads(text) for text in session.gather("parts", json.dumps([nbytes, name, [*steps]]).encode())]
         mine = kept.nodes.ranks[kept.nodes.names[session.rank]]
         self._where["name"] = told[mine[0]][1]
-        self._sizes = [size for size, _ in told]
+        self._sizes = [size for size, *_ in told]
+        whole = set.intersection(*({*told[ranks[0]][2]} for ranks in kept.nodes.ranks.values()))
+        for step, old in steps.items():
+            if step != max(whole, default=-1):
+                root.take_away(f"{root.path}/{old}", step)
         self._peers = [kept.nodes.receivers(rank, kept.copies) for rank in range(session.size)]
         self._here = [rank for rank, peers in enumerate(self._peers) if {rank, *peers} & {*mine}]
         if kept.leads:
