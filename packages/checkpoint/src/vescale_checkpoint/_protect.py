@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import manifest
 from ._errors import MismatchError
@@ -18,14 +18,12 @@ from ._recover import recover
 from .format._step import step_number
 from .io import _node
 from .io._commit import Root
+from .io._source import read_manifest
 from .io._storage import Path, guarded
 from .manifest import FileInfo
 from .plan._state import Contents, contents_of
 from .sync._neighbours import Nodes, exchange
 from .sync._sync import Session, session_of
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def protect(path: Path, state: Mapping[Any, Any], *, every: int = 10, copies: int = 1) -> Protected:
@@ -90,7 +88,7 @@ class Protected:
         self.last = number
         return found
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Protected:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -147,9 +145,8 @@ class MemoryJob(SaveJob):
         with guarded("protect", folder, "cannot take copies"):
             for _, path, nbytes in takes:
                 self.root.storage.create(path, nbytes).close()
-        exchange(
-            [(peer, *own[1:]) for own in files if own[0] == rank for peer in self._peers[rank]], takes, self._kept.group
-        )
+        sends = [(peer, *own[1:]) for own in files if own[0] == rank for peer in self._peers[rank]]
+        exchange(sends, takes, self._kept.group)
         return self._report
 
     def _check_files(self, infos: Mapping[str, FileInfo]) -> None:
@@ -158,8 +155,8 @@ class MemoryJob(SaveJob):
 
     def _spread(self) -> None:
         """Every node commits, with the manifest of rank 0."""
-        read = lambda: self.root.storage.read(f"{self._draft.final}/{manifest.NAME}", manifest.MOST_BYTES)
-        text = self.session.gather("manifest", b"" if self.session.rank else read())[0]
+        own = b"" if self.session.rank else read_manifest(self.root.storage, self._draft.final)
+        text = self.session.gather("manifest", own)[0]
         if self._draft is not None and self.session.rank:
             self._check_files(manifest.parse(text, self._draft.path).files)
             self._draft.commit(text)
