@@ -82,7 +82,7 @@ def _is_private(path: str, operation: str) -> bool:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StorageError(
             operation, "the folder is to be this user's own, and closed to all others",
-            [f"path  {path}", f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"], [("remove it", ""), _OTHER],
+            [f"path  {path}", f"owner {found.st_uid}, mode {found.st_mode & 0o777:o}"], [("remove it", ""), _OTHER],
         )  # fmt: skip
     return True
 
