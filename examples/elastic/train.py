@@ -5,12 +5,13 @@ the losses.
 
 A node is an agent of torchrun on this machine. Nothing here is veScale's but `vescale train` and its configuration:
 torchrun finds out who is lost and starts the ranks that are left, which generate a plan for as many and go on from the
-newest checkpoint.
+newest step, which is in the memory of the nodes (here a folder for each), each part also on the other one.
 """
 
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,14 +30,15 @@ def main(folder: Path) -> None:
     run = folder / "run"
     nodes = [started(folder, run, port) for _ in range(2)]
     try:
-        wait_for(run, 6, nodes)
+        wait_for(run, 10, nodes)
         os.kill(ranks_of(nodes[1])[0], signal.SIGKILL)
         print("a rank was killed", flush=True)
-        wait_for(run, 14, nodes)
+        wait_for(run, 18, nodes)
         for process in (*ranks_of(nodes[1]), nodes[1].pid):
             os.kill(process, signal.SIGKILL)
-        print("a node was killed", flush=True)
-        wait_for(run, 22, nodes[:1])
+        shutil.rmtree(folder / "memory-1")
+        print("a node was killed, and its memory is gone", flush=True)
+        wait_for(run, 26, nodes[:1])
         nodes.append(started(folder, run, port))
         print("a node came", flush=True)
         if nodes[0].wait():
@@ -53,6 +55,8 @@ def main(folder: Path) -> None:
     print(f"{same} of {len(alone)} losses are those of one device that nobody disturbed, to the bit")
     if same < len(alone) or len(across) != len(alone):
         raise SystemExit("they are not all")
+    if left := [*folder.glob("memory-*/*")]:
+        raise SystemExit(f"left in memory: {left}")
 
 
 def command(folder: Path, run: Path) -> list[str]:
@@ -67,6 +71,7 @@ def started(folder: Path, run: Path, port: int) -> subprocess.Popen:
     options += [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf=last_call_timeout=5,is_host={int(place == 0)}"]
     log = folder / f"node-{place}.log"
     more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    more["VESCALE_PROTECT_DIR"] = str(folder / f"memory-{place}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *command(folder, run)]
     return subprocess.Popen(torchrun, stdout=log.open("w"), stderr=subprocess.STDOUT, env=os.environ | more)
 
@@ -90,7 +95,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def told(log: Path) -> list[str]:
-    return [line for line in log.read_text().splitlines() if line.startswith("vescale train:")]
+    return [line for line in log.read_text().splitlines() if "vescale train:" in line or " is back from memory" in line]
 
 
 if __name__ == "__main__":

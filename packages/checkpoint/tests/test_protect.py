@@ -1,5 +1,6 @@
 """Steps in the memory of two nodes, which are two folders: what is whole comes back, and nothing else ever does."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_checkpoint import (
+    CheckpointError,
     ConflictError,
     MismatchError,
     StorageError,
+    _protect,
     close,
     latest,
     load,
@@ -190,16 +193,19 @@ def test_a_step_that_one_node_has_not_committed(job):
     assert found(top, (0, 1))[0] == (4 if copies else 2)
 
 
-def goes_on(top, nodes):
-    """A next attempt, in the end of which nothing is left in memory, and the newest step is on disk."""
+def goes_on(top, nodes, more=3, fails=False):
+    """A next attempt, in the end of which nothing is left in memory, and the newest step is on disk; or which fails."""
     os.environ["VESCALE_PROTECT_DIR"] = f"{top}/node-{nodes[dist.get_rank()]}"
     state = {"dies": Dies(lambda: False), **state_at(0, len(nodes))}
-    with protect(f"{top}/run", state, every=2) as protected:
+    with contextlib.suppress(KeyError), protect(f"{top}/run", state, every=2) as protected:
         load(f"{top}/run", state)
         began = state["step"]
-        for step in range(began + 1, began + 4):
+        for step in range(began + 1, began + 1 + more):
             state |= state_at(step, len(nodes))
             protected.step()
+        close()
+        if fails:
+            raise KeyError
     os.environ.pop("VESCALE_PROTECT_DIR")
     return began
 
@@ -210,6 +216,17 @@ def test_the_next_attempt_sweeps_and_leaves_nothing(job):
     assert run_ranks(3, goes_on, top, (0, 0, 1)) == [4] * 3
     assert [*(top / "node-0").iterdir()] == [*(top / "node-1").iterdir()] == []
     assert names(top / "run") == ["step-00000001", "step-00000004", "step-00000006"]
+
+
+def test_a_node_that_comes_back_late_has_what_is_old(job):
+    """It was away for an attempt, whose steps are newer."""
+    top, _, nodes = job
+    assert found(top, (0, 1))[0] == 4
+    assert run_ranks(2, goes_on, top, (0, 0), more=5, fails=True) == [4] * 2
+    assert names(nodes[0]) == ["step-00000006", "step-00000008"]
+    assert names(nodes[1])[:2] == ["step-00000002", "step-00000004"]
+    assert run_ranks(2, goes_on, top, (0, 1)) == [8] * 2
+    assert names(top / "run")[-1] == "step-00000010"
 
 
 # --- one process -----------------------------------------------------------------------------
@@ -319,6 +336,22 @@ def test_room(tmp_path, version):
         _node.check_room(here, 111, str(top), str(tmp_path / "own"))
     with pytest.raises(StorageError, match="free in"):
         _node.check_room(here, 1 << 60, str(top), str(tmp_path / "none"))
+
+
+def test_steps_that_fail_in_the_background_leave_the_one_before(memory, tmp_path, monkeypatch):
+    state = {"w": torch.ones(2), "step": 1}
+    with pytest.raises(KeyError), protect(tmp_path / "run", state, every=1) as protected:
+        protected.step().wait()
+
+        def broken(*_):
+            raise RuntimeError("connection lost")
+
+        monkeypatch.setattr(_protect, "exchange", broken)
+        for state["step"] in (2, 3, 4):
+            with pytest.raises(CheckpointError, match="connection lost"):
+                protected.step().wait()
+        raise KeyError
+    assert latest(tmp_path / "run") == 1
 
 
 def test_a_step_that_does_not_fit_is_an_error_and_leaves_the_one_before(memory, tmp_path, monkeypatch):

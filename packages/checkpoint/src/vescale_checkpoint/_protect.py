@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import manifest
 from ._errors import MismatchError
@@ -18,14 +18,12 @@ from ._recover import recover
 from .format._step import step_number
 from .io import _node
 from .io._commit import Root
+from .io._source import read_manifest
 from .io._storage import Path, guarded
 from .manifest import FileInfo
 from .plan._state import Contents, contents_of
 from .sync._neighbours import Nodes, exchange
 from .sync._sync import Session, session_of
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def protect(path: Path, state: Mapping[Any, Any], *, every: int = 10, copies: int = 1) -> Protected:
@@ -90,7 +88,7 @@ class Protected:
         self.last = number
         return found
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Protected:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -113,20 +111,21 @@ class MemoryJob(SaveJob):
         super().__init__(session, kept.here, contents, step, None, {}, overwrite=True)
 
     def _check_folder(self) -> None:
-        """Begins on each node, if there is room: of the steps before, the last one stays."""
+        """Begins on each node, if there is room: of the steps before, the last that all nodes committed stays."""
         session, root, kept, outline = self.session, self.root, self._kept, self._outline
-        if kept.leads:
-            for step, old in root.committed().items():
-                if step != kept.last:
-                    root.take_away(f"{root.path}/{old}", step)
-            if session.rank:
-                self._draft = root.begin(self._where["step"], overwrite=True)
+        steps = root.committed() if kept.leads else {}
+        if kept.leads and session.rank:
+            self._draft = root.begin(self._where["step"], overwrite=True)
         name = self._draft.name if kept.leads else ""
         nbytes = outline.header.nbytes + outline.header.data_nbytes if outline.writes else 0
-        told = [json.loads(text) for text in session.gather("parts", json.dumps([nbytes, name]).encode())]
+        told = [json.loads(text) for text in session.gather("parts", json.dumps([nbytes, name, [*steps]]).encode())]
         mine = kept.nodes.ranks[kept.nodes.names[session.rank]]
         self._where["name"] = told[mine[0]][1]
-        self._sizes = [size for size, _ in told]
+        self._sizes = [size for size, *_ in told]
+        whole = set.intersection(*({*told[ranks[0]][2]} for ranks in kept.nodes.ranks.values()))
+        for step, old in steps.items():
+            if step != max(whole, default=-1):
+                root.take_away(f"{root.path}/{old}", step)
         self._peers = [kept.nodes.receivers(rank, kept.copies) for rank in range(session.size)]
         self._here = [rank for rank, peers in enumerate(self._peers) if {rank, *peers} & {*mine}]
         if kept.leads:
@@ -146,9 +145,8 @@ class MemoryJob(SaveJob):
         with guarded("protect", folder, "cannot take copies"):
             for _, path, nbytes in takes:
                 self.root.storage.create(path, nbytes).close()
-        exchange(
-            [(peer, *own[1:]) for own in files if own[0] == rank for peer in self._peers[rank]], takes, self._kept.group
-        )
+        sends = [(peer, *own[1:]) for own in files if own[0] == rank for peer in self._peers[rank]]
+        exchange(sends, takes, self._kept.group)
         return self._report
 
     def _check_files(self, infos: Mapping[str, FileInfo]) -> None:
@@ -157,8 +155,8 @@ class MemoryJob(SaveJob):
 
     def _spread(self) -> None:
         """Every node commits, with the manifest of rank 0."""
-        read = lambda: self.root.storage.read(f"{self._draft.final}/{manifest.NAME}", manifest.MOST_BYTES)
-        text = self.session.gather("manifest", b"" if self.session.rank else read())[0]
+        own = b"" if self.session.rank else read_manifest(self.root.storage, self._draft.final)
+        text = self.session.gather("manifest", own)[0]
         if self._draft is not None and self.session.rank:
             self._check_files(manifest.parse(text, self._draft.path).files)
             self._draft.commit(text)

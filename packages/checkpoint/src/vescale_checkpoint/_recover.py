@@ -9,18 +9,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import manifest
 from ._errors import CheckpointError
 from .format._step import folder_of
 from .io import _node
 from .io._commit import Root
 from .io._read import Files
-from .io._source import Source
+from .io._source import Source, read_manifest
 from .io._storage import Path, guarded
 from .sync._sync import Session
 from .tools import file_faults, sections_by_file
 
-_CHUNK_BYTES = 8 << 20
 _log = logging.getLogger("vescale")
 
 
@@ -75,11 +76,8 @@ def _listed(here: Root) -> Iterator[tuple[int, str, dict[str, str], list[str]]]:
     """A node's steps: number, identity, who wrote each file, and the files that are here."""
     for number in here.committed():
         folder = f"{here.path}/{folder_of(number)}"
-        with contextlib.suppress(CheckpointError, OSError, EOFError):  # one that cannot be read is none
-            kept, found = (
-                manifest.parse(here.storage.read(f"{folder}/{manifest.NAME}", manifest.MOST_BYTES), folder),
-                [],
-            )
+        with contextlib.suppress(CheckpointError):  # one that cannot be read is none
+            kept, found = manifest.parse(read_manifest(here.storage, folder), folder), []
             for file in kept.files:
                 with contextlib.suppress(CheckpointError):
                     _check(Source(here.storage, folder, kept), [file])
@@ -98,9 +96,8 @@ def _merged(listed: Mapping[str, Any]) -> list[_Step]:
     steps: dict[tuple[int, str], _Step] = {}
     for node, rows in listed.items():
         for number, identity, wrote, found in rows:
-            step = steps.setdefault(
-                (number, identity), _Step(number, identity, [], wrote, {file: [] for file in wrote})
-            )
+            fresh = _Step(number, identity, [], wrote, {file: [] for file in wrote})
+            step = steps.setdefault((number, identity), fresh)
             step.nodes.append(node)
             for file in found:
                 step.holders[file].insert(0 if node == wrote[file] else len(step.nodes), node)
@@ -115,8 +112,8 @@ def _brought(
         return ""
     todo, came, first = sorted(step.wrote), {}, ranks[step.nodes[0]][0]
     folder = f"{here.path if here else ''}/{folder_of(step.number)}"
-    read = lambda: here.storage.read(f"{folder}/{manifest.NAME}", manifest.MOST_BYTES)
-    text = session.gather(f"manifest {step.identity}", read() if session.rank == first else b"")[first]
+    own_text = read_manifest(here.storage, folder) if session.rank == first else b""
+    text = session.gather(f"manifest {step.identity}", own_text)[first]
     kept, draft = manifest.parse(text, root.path), None
     sections, source = sections_by_file(kept), Source(here.storage if here else root.storage, folder, kept)
     try:
@@ -128,12 +125,9 @@ def _brought(
             if not todo or not all(step.holders[file] for file in todo):
                 break
             came |= {file: step.holders[file].pop(0) for file in todo}
-            mine = [
-                file for at, file in enumerate(todo) if ranks[came[file]][at % len(ranks[came[file]])] == session.rank
-            ]
-            wrong = [
-                file for file in mine if not _copied(source, file, sections[file], root, f"{root.path}/{name}/{file}")
-            ]
+            of = {file: ranks[came[file]] for file in todo}
+            mine = [file for at, file in enumerate(todo) if of[file][at % len(of[file])] == session.rank]
+            wrong = [file for file in mine if not _copied(source, file, sections[file], root, name)]
             parts = session.gather(f"copied {step.identity} {tries}", json.dumps(wrong).encode())
             todo = sorted(file for part in parts for file in json.loads(part))
         if draft and not todo:
@@ -148,20 +142,14 @@ def _brought(
     return "" if todo else told
 
 
-def _copied(source: Source, file: str, sections: Sequence[Any], root: Root, path: str) -> bool:
+def _copied(source: Source, file: str, sections: Sequence[Any], root: Root, draft: str) -> bool:
     """False if the file is not as it was written."""
     try:
         if any(file_faults(source, file, sections)):
             return False
     except CheckpointError:
         return False
-    with (
-        guarded(root.operation, path, f"cannot write {source.manifest.files[file].nbytes} bytes"),
-        contextlib.closing(source.storage.open(f"{source.folder}/{file}")) as reader,
-        contextlib.closing(root.storage.create(path)) as writer,
-    ):
-        for at in range(0, reader.nbytes, _CHUNK_BYTES):
-            data = bytearray(min(_CHUNK_BYTES, reader.nbytes - at))
-            reader.read_into(data, at)
-            writer.write([data])
+    path, doing = f"{root.path}/{draft}/{file}", f"cannot write {source.manifest.files[file].nbytes} bytes"
+    with guarded(root.operation, path, doing), contextlib.closing(root.storage.create(path)) as writer:
+        writer.write([np.memmap(f"{source.folder}/{file}", np.uint8, "r")])
     return True

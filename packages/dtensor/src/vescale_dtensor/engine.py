@@ -22,6 +22,7 @@ from ._communication.events import set_cause as set_cause
 from ._communication.events import set_watch as set_watch
 from ._communication.events import watched as watched
 from ._communication.flight_recorder import Transfers as Transfers
+from ._communication.flight_recorder import own_s as own_s
 from ._communication.hangs.hang import look_with as look_with
 from ._communication.hangs.hang import verdict as verdict
 from ._communication.hangs.hang import watch_for_hangs as watch_for_hangs

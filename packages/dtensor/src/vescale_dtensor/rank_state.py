@@ -16,7 +16,7 @@ PER_RANK = {
         *("_current", "_direction", "listeners", "module_path", "finishers", "copying", "strict_depth"),
         *("told_of", "watch"),
     ),
-    "_communication.flight_recorder": ("note", "ring", "transfers"),
+    "_communication.flight_recorder": ("note", "ring", "transfers", "waited_s"),
     "_tensor.backward": ("_after_backward", "_backwards", "_before_backward", "_depth", "_keeps"),
     "_context.mixing": ("_running",),
     "_conversions.memo": ("_scopes",),

@@ -21,6 +21,7 @@ def test_a_rank_and_a_node_are_killed(tmp_path):
     assert found.returncode == 0, (found.stdout, found.stderr, logs)
     assert "60 of 60 losses are those of one device" in found.stdout
     lines = [line for line in found.stdout.splitlines() if ", from its checkpoint" in line]
+    assert "is back from memory" in found.stdout and "from a neighbour's copy" in found.stdout
     assert len(lines) >= 2 and all("s after the last step" in line for line in lines), lines
 
 

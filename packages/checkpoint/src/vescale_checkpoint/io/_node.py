@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -21,7 +20,7 @@ from ._storage import LocalStorage, guarded
 
 FOLDER = "VESCALE_PROTECT_DIR"  # the variable that names another place than /dev/shm
 _MARK, _RUN, _LIVE, _NODE = "protected", "run", "live", "node"
-_NAME = re.compile("[0-9a-f]{16}", re.ASCII)
+_OTHER = (f"{FOLDER}=/another/folder", "in the environment of all ranks of the node")
 _held: dict[str, int] = {}  # folders that this process uses -> its lock
 
 
@@ -30,7 +29,7 @@ def mark_of(root: Root) -> str:
     path = f"{root.path}/{_MARK}"
     with guarded(root.operation, path, "cannot read the mark"):
         found = root.storage.read(path, 64).decode(errors="replace") if root.storage.exists(path) else ""
-    return found if _NAME.fullmatch(found) else ""
+    return found if found.isalnum() else ""  # it becomes a part of paths
 
 
 def marked(root: Root) -> str:
@@ -71,8 +70,8 @@ def memory(mark: str, operation: str) -> Root | None:
     """
     root = Root(f"{place()}/{mark}", operation)
     root.storage = LocalStorage(reserves=True)
-    private = _is_private(place(), operation) and _is_private(root.path, operation)
-    return root if private and not _is_live(root.path) else None
+    found = _is_private(place(), operation) and _is_private(root.path, operation) and not _is_live(root.path)
+    return root if found else None
 
 
 def _is_private(path: str, operation: str) -> bool:
@@ -83,8 +82,7 @@ def _is_private(path: str, operation: str) -> bool:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StorageError(
             operation, "the folder is to be this user's own, and closed to all others",
-            [f"path  {path}", f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"],
-            [("remove it", ""), (f"{FOLDER}=/another/folder", "in the environment of all ranks of the node")],
+            [f"path  {path}", f"owner {found.st_uid}, mode {found.st_mode & 0o777:o}"], [("remove it", ""), _OTHER],
         )  # fmt: skip
     return True
 
@@ -147,10 +145,7 @@ def check_room(here: Root, nbytes: int, top: str = "/sys/fs/cgroup", own: str = 
         raise StorageError(
             "protect", f"a step has {nbytes} bytes on this node, copies of others' included, and {least} fit",
             [f"{name}  {count}" for name, count in free.items()],
-            [
-                ("protect(..., copies=0)", "a step is lost with its node"),
-                (f"{FOLDER}=/another/folder", "with more room; the job's limit of memory counts there, too"),
-            ],
+            [("protect(..., copies=0)", "a step is lost with its node"), _OTHER],
         )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
 from . import events, flight_recorder, pairs
 from .endings import ending_behind_lost_connection
-from .flight_recorder import DONE, FAILED, STARTED, WAITING
+from .flight_recorder import FAILED, STARTED, WAITING
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
 
@@ -97,11 +97,11 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
                 call(_wire(out), _wire(local), _GATHER).wait()
         except RuntimeError as error:
             if is_away(local, mesh):
-                noted[0] = DONE
+                flight_recorder.done(noted)
                 return gather(local.to(mesh.device_type))
             noted[0] = FAILED
             raise _failure(error, kind, mesh, axes) from error
-        noted[0] = DONE
+        flight_recorder.done(noted)
         if event is not None:
             events.finish(event)
         return out
@@ -226,11 +226,11 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
                 call(_wire(out), _wire(rows), [], [], _SWAP).wait()
         except RuntimeError as error:
             if is_away(rows, mesh):
-                noted[0] = DONE
+                flight_recorder.done(noted)
                 return scatter(rows.to(mesh.device_type))
             noted[0] = FAILED
             raise _failure(error, kind, mesh, axes) from error
-        noted[0] = DONE
+        flight_recorder.done(noted)
         if event is not None:
             events.finish(event)
         if pair:
@@ -271,7 +271,7 @@ def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Call
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
-    noted[0] = DONE
+    flight_recorder.done(noted)
     if event is not None:
         events.finish(event)
 
@@ -298,7 +298,7 @@ def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
-    noted[0] = DONE
+    flight_recorder.done(noted)
     if event is not None:
         events.finish(event)
 

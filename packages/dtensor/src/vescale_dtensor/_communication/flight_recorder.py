@@ -68,6 +68,19 @@ def note(kind: str, group: RankGroup, received: int, state: str) -> list:
     return entry
 
 
+def done(entry: list) -> None:
+    """The host's wait for it is over."""
+    global waited_s
+    entry[STATE] = DONE
+    waited_s += monotonic() - entry[BEGAN]
+
+
+def own_s() -> float:
+    """Returns the time of this rank's own, from some moment on: without what the host has waited for other ranks."""
+    return monotonic() - waited_s
+
+
+waited_s = 0.0
 STATE, BEGAN = 0, 7
 ring: deque[list] = deque(maxlen=EVENTS)
 transfers: deque[list] = deque(maxlen=EVENTS)
@@ -97,7 +110,7 @@ class Transfers:
         entry[STATE], entry[BEGAN] = WAITING, monotonic()
 
     def ended(self, entry: list) -> None:
-        entry[STATE] = DONE
+        done(entry)
 
     def failed(self, entry: list) -> None:
         entry[STATE] = FAILED

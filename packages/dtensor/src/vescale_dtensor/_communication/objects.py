@@ -11,7 +11,7 @@ import torch
 from .._layouts.mesh import Mesh
 from . import flight_recorder
 from .collectives import _failure, connection_lost
-from .flight_recorder import DONE, FAILED, WAITING
+from .flight_recorder import FAILED, WAITING
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _noted(kind: str, mesh: Mesh, axis: int) -> Iterator[None]:
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, kind, mesh, (axis,)) from error
-    noted[0] = DONE
+    flight_recorder.done(noted)
 
 
 def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:

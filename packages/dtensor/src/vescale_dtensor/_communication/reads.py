@@ -28,7 +28,7 @@ from .._layouts.state import PARTIAL
 from .._tensor.bits import bits_of
 from . import events, flight_recorder
 from .collectives import _failure
-from .flight_recorder import DONE, FAILED, READS, WAITING, RankGroup
+from .flight_recorder import FAILED, READS, WAITING, RankGroup
 
 _TAG = 0x5EAD
 _CARRIED = 64
@@ -175,7 +175,7 @@ def _gathered(own: Tensor, mesh: ReadMesh, axis: int) -> Tensor:
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, "read", mesh, (axis,)) from error
-    noted[0] = DONE
+    flight_recorder.done(noted)
     return rows
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._communication import events, flight_recorder
 from .._communication.collectives import _failure, _wire, all_gather
-from .._communication.flight_recorder import BLOCKS, DONE, STARTED, WAITING
+from .._communication.flight_recorder import BLOCKS, STARTED, WAITING
 from .._layouts.mesh import Mesh
 
 Message = tuple[int, Tensor]
@@ -64,7 +64,7 @@ def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
             work.wait()
     except RuntimeError as error:
         raise _failure(error, kind, mesh, (axis,)) from error
-    started.noted[0] = DONE
+    flight_recorder.done(started.noted)
     events.finish(started.event)
 
 
