@@ -185,3 +185,46 @@ def own_scripts():
 def test_accelerates_own_scripts_hold():
     """On two ranks: its `test_split_between_processes_tensor` is of no more."""
     assert run_ranks(2, own_scripts, timeout=300) == [[]] * 2
+
+
+def own_sync_and_metrics():
+    """accelerate's own scripts of gradient accumulation and of metrics: as on one device gradients are always in sync,
+    so that of its cases those run which ask for that. Its `test_dataloader_break` also asks which object the active
+    loader is: here it is the one within the prepared one."""
+    import sys
+    import types
+
+    for name in ("evaluate", "datasets"):  # of its cases with data sets from the network
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        module.load_dataset = getattr(module, "load_dataset", None)
+    from accelerate import Accelerator
+    from accelerate.test_utils.scripts import test_sync
+    from accelerate.test_utils.scripts.external_deps import test_metrics
+
+    from vescale.integrations.accelerate import parallelize
+
+    made("dp2" if dist.get_world_size() == 2 else "dp2 tp2 zero 3")
+    plan = vescale.Plan(mesh={"dp": dist.get_world_size()}, parameters={"*": {}})
+    init = Accelerator.__init__
+
+    def planned(self, *args, **kwargs):
+        init(self, *args, **{"cpu": True, **kwargs})
+        parallelize(plan, self)
+
+    Accelerator.__init__ = planned
+    try:
+        accelerator = Accelerator()
+        test_sync.test_noop_sync(accelerator)
+        for splits in (False, True):
+            test_sync.test_gradient_accumulation(splits, False, True)
+            test_sync.test_gradient_accumulation_with_opt_and_scheduler(splits, False, True)
+        for samples in (99, 82, 1):
+            test_metrics.test_torch_metrics(accelerator, samples)
+        test_metrics.test_gather_for_metrics_drop_last()
+    finally:
+        Accelerator.__init__ = init
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accelerates_own_accumulation_and_metrics_hold(ranks):
+    run_ranks(ranks, own_sync_and_metrics, timeout=300)
