@@ -38,10 +38,36 @@ for step in range(4):
 """
 
 
-def hung(tmp_path, odd):
-    """What two ranks of SCRIPT write: their files, and their stderr."""
+HELPERS = """
+import threading
+from vescale_dtensor._communication.hangs import hang
+hang.LEFT_S = 2
+
+def take_twice():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def spin():
+    while True:
+        sum(range(100))
+
+def comes_back():
+    def away():
+        while hang.verdict() is None:
+            time.sleep(.1)
+        time.sleep(.5)
+    away()
+    print("came back", file=sys.stderr)
+    while threading.enumerate()[1:] and any(one.name == "vescale-watch" for one in threading.enumerate()):
+        time.sleep(.1)  # until the watch has looked again, and let this rank be
+"""
+
+
+def hung(tmp_path, odd, helpers=""):
+    """What two ranks of SCRIPT write: their files, and their stderr; and their exit statuses."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(odd=odd))
+    script.write_text(helpers + SCRIPT.format(odd=odd))
     common = {
         **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1", "VESCALE_HANG_SECONDS": "2", "VESCALE_HANG_DIR": str(tmp_path / "hang"),
@@ -55,12 +81,25 @@ def hung(tmp_path, odd):
     ]  # fmt: skip
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     files = [Path(tmp_path, "hang", f"rank{rank}.txt").read_text() for rank in range(2)]
-    return script, files, said
+    return script, files, said, [rank.returncode for rank in ranks]
+
+
+@pytest.mark.parametrize("away", ["take_twice", "spin"])
+def test_a_rank_that_does_not_come_back_is_ended(tmp_path, away):
+    """Of ranks without torchrun, which would end it on one machine alone."""
+    _, _, said, statuses = hung(tmp_path, f"rank == 1 and {away}()", HELPERS)
+    assert statuses == [1, 1]
+    assert re.search(rf"rank 1 is ended, still at .*train.py:\d+ in {away}: .*rank 0 is at collective", said[1])
+
+
+def test_a_rank_that_comes_back_is_not_ended(tmp_path):
+    _, _, said, statuses = hung(tmp_path, "rank == 1 and comes_back()", HELPERS)
+    assert statuses == [1, 1] and "is ended" not in said[1] and "came back" in said[1] and "first cause" in said[1]
 
 
 @in_turns(3)
 def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
-    script, files, said = hung(tmp_path, "rank == 1 and time.sleep(14)")
+    script, files, said, _ = hung(tmp_path, "rank == 1 and time.sleep(14)")
     source = script.read_text().splitlines()
     backward = next(i for i, line in enumerate(source, 1) if "loss.backward()" in line)
     away = next(i for i, line in enumerate(source, 1) if "time.sleep" in line)
@@ -88,7 +127,7 @@ EVALUATES = """
 @in_turns(3)
 def test_a_call_of_torch_distributed_that_one_rank_makes_alone_ends_with_both_lines(tmp_path):
     """And an evaluation before a barrier of all, which takes longer than a wait may, does not."""
-    script, files, said = hung(tmp_path, EVALUATES.strip())
+    script, files, said, _ = hung(tmp_path, EVALUATES.strip())
     source = script.read_text().splitlines()
     line, backward = (next(i for i, text in enumerate(source, 1) if what in text) for what in ("== 0 and", ".backward"))
     told = files[0].splitlines()[0]

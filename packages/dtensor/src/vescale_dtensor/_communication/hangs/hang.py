@@ -10,6 +10,7 @@ of them moves, compiles, saves or loads; all time counts for the backend's own l
     at the bound    every rank writes what it is in; one verdict (`disagreements.py`) says which ranks disagree, since
                     which communication, asked for by which lines of code. It is the first cause of the errors that
                     the ranks get, whose connections are closed
+    30 s later      a rank that has not come back from where it was, in a loop or at a lock, is ended
 
 So end the waits for a rank of which nothing has been heard for SILENT_S. The bound is a little below that of the
 backend, whose own end of a hang may be the process's.
@@ -53,6 +54,8 @@ from .words import Word, beat_seconds, heard, last_seen, say
 WRITTEN_S, TOLD_S = 4.0, 10.0
 SILENT_S = 60.0
 """Seconds that a rank of which nothing is heard is waited for."""
+LEFT_S = 30.0
+"""Seconds that a rank has to come back from where a hang has found it: as many as torchrun gives."""
 _STARTS = 10
 """Beats in which the last rank has begun its watch, as a rule."""
 _SEEN, _REPORT, _WAITS = "hang", "hang/report", "waits"
@@ -173,7 +176,7 @@ class Watch:
                     self._report(pause)
                     cause = f"{why}: {self.verdict}{_READ if ' at read ' in self.verdict else ''}"
                     (tell_first if self._wait is None else self.end)(cause)
-                    return
+                    return self._outlast(cause)
             except RuntimeError:  # the store is gone, and the world with it
                 self._lose("the process that holds the ranks' store does not answer: see what ended it")
                 return
@@ -185,6 +188,15 @@ class Watch:
         self._lose(why)
         for group in all_groups():
             close(group)
+
+    def _outlast(self, cause: str) -> None:
+        """Ends the process if it stays for LEFT_S where it was at the verdict: in a loop, at a lock, in a call of
+        torch's that no closed connection ends. On one machine torchrun would; on others nobody does."""
+        before = seen(self.main.ident)
+        if self._ended.wait(LEFT_S) or dist.group.WORLD is not self.world or seen(self.main.ident).has_left(before):
+            return
+        print(f"vescale: rank {self.rank} is ended, still at {before.place}: {cause}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _look(self) -> None:
         for looker in list(self.lookers):

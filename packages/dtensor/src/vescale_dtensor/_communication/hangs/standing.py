@@ -25,16 +25,22 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", 
 
 class Seen(NamedTuple):
     """A stack. `lines`: the user's, innermost first. `call`: of torch.distributed that the innermost of them is in, ""
-    without one. `busy`: with what that is no wait, though it may look like one. `mark`: differs when it has moved."""
+    without one. `busy`: with what that is no wait, though it may look like one. `mark`: differs when it has moved.
+    `running`: which calls of functions the lines are in."""
 
     lines: list[str]
     call: str = ""
     busy: str = ""
     mark: Any = None
+    running: tuple[tuple[int, str], ...] = ()
 
     @property
     def place(self) -> str:
         return self.lines[0] if self.lines else NOWHERE
+
+    def has_left(self, before: Seen) -> bool:
+        """True if the function is over in which the thread was `before`."""
+        return before.running[:1] not in {(one,) for one in self.running}
 
 
 def seen(thread: int | None) -> Seen:
@@ -43,6 +49,7 @@ def seen(thread: int | None) -> Seen:
     mark = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
     lines: list[str] = []
     libraries: list[str] = []
+    running = []
     call = busy = ""
     for one in () if frame is None else frames(frame):
         code, module = one.f_code, module_of(one)
@@ -51,12 +58,13 @@ def seen(thread: int | None) -> Seen:
         if is_users(one):
             found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
             found.append(f"{code.co_filename}:{one.f_lineno} in {code.co_name}")
+            running.append((id(one), code.co_name))
         elif not lines:
             public = one.f_globals.get("__all__", ()) if module.startswith("torch.distributed.") else None
             if public is not None and (not call or code.co_name in public):
                 call = code.co_name  # the outermost that has a public name
             busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
-    return Seen(lines or libraries[:_MOST_LINES], call, busy, mark)
+    return Seen(lines or libraries[:_MOST_LINES], call, busy, mark, tuple(running))
 
 
 class MainThread:
