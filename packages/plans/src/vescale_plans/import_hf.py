@@ -123,7 +123,7 @@ def from_huggingface(
         rule = f"the tp_plan of {kind} names nothing that this model has"
         remedies = [("vescale_plans.library", "has plans by hand for several families")]
         raise PlanError("Plan.from_huggingface", rule, [f"it names  {', '.join(shipped)}"], remedies)
-    _place_tied(placed, parameters, tensor_axis)
+    _place_tied(placed, parameters)
     return {"mesh": mesh, "parameters": {**placed, "*": {}}, "boundaries": boundaries, **fields}
 
 
@@ -149,7 +149,7 @@ def _place(placed: dict, glob: str, parameters: list[nn.Parameter], style: Style
         placed[glob] = {axis: placement}
 
 
-def _place_tied(placed: dict, parameters: Mapping[str, nn.Parameter], axis: str) -> None:
+def _place_tied(placed: dict, parameters: Mapping[str, nn.Parameter]) -> None:
     """A parameter of which the plan names one of two names has that place under both."""
     named = {id(parameters[name]): place for name, place in placed.items() if name in parameters}
     for name, parameter in parameters.items():

@@ -43,13 +43,13 @@ def test_any_list(seed) -> None:
 
 def test_without_blocks_nothing_but_alignment_is_padded() -> None:
     found = check([10, 20, 31], 2, [1, 1, 1], 1)
-    assert found.part == 31 and found.starts == (0, 10, 30) and found.padding == 1 / 61
+    assert found.part == 31 and found.starts == (0, 10, 30) and found.total == 61 + 1
     assert found.units(2, 31) == (1, 30)
 
 
 def test_a_border_in_a_block_moves_to_its_edge() -> None:
     found = check([6, 6, 6, 6], 2, [1, 6, 6, 1], 1)
-    assert found.padding == 0
+    assert found.total == 24
     assert check([5, 9], 2, [1, 9], 1).part == 9  # 9 cannot be split, 5 goes to the other rank
 
 

@@ -498,6 +498,16 @@ def renamed(model, seed=0):
     return model
 
 
+def unnamed(found):
+    """What was found, with a parameter's number in place of its name."""
+    numbers = {name: at for at, name in enumerate(found.shapes)}
+    groups = [
+        (numbers[one.sink], one.dim, one.features, [(numbers[s.parameter], s.dim, s.spans) for s in one.sources])
+        for one in found.groups
+    ]
+    return [*found.shapes.values()], groups, [numbers[one.parameter] for one in (*found.lookups, *found.heads)]
+
+
 @pytest.mark.parametrize("kind", slice_of(TYPES, 72))
 def test_names_and_nesting_change_nothing(kind):
     model = build(kind)
@@ -505,8 +515,7 @@ def test_names_and_nesting_change_nothing(kind):
     other = structure_of(renamed(model), sample_of(model))
     assert not set(plain.shapes) & set(other.shapes)
     assert len(other.modules) > len(plain.modules)
-    assert list(plain.shapes.values()) == list(other.shapes.values())
-    assert other.fingerprint == plain.fingerprint
+    assert unnamed(other) == unnamed(plain)
     assert [len(one.names) for one in other.blocks] == [len(one.names) for one in plain.blocks]
     assert len(other.cut_points) == len(plain.cut_points)
     for degree in (2, 4):

@@ -53,16 +53,13 @@ class Route:
 
     Arguments:
         indices: the expert of every row, int64.
-        called: per expert, 1 where this rank calls it, with rows or without; None when that does not matter.
         capacity: per expert, how many of this rank's rows it takes, the first ones; the others stay, and zeros come
             back for them. None for all.
 
     Cost: an all-to-all of 8 bytes per expert.
     """
 
-    def __init__(
-        self, spread: Spread, indices: Tensor, called: Tensor | None = None, capacity: Tensor | None = None
-    ) -> None:
+    def __init__(self, spread: Spread, indices: Tensor, capacity: Tensor | None = None) -> None:
         self.spread = spread
         dry = indices.is_meta
         flat = torch.arange(indices.numel()) % spread.experts if dry else indices.reshape(-1)  # dry: an even load
@@ -78,21 +75,16 @@ class Route:
             self.dropped = self.dropped - counts
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(flat.numel(), device=flat.device)
-        told = counts if called is None else 2 * counts + called
         set_cause(Cause("expert counts", spread.name))
         sizes = (spread.held, [spread.local] * spread.ranks)
-        arrived = RowsInFlight(told, *sizes, spread.mesh, spread.axis).wait()
+        arrived = RowsInFlight(counts, *sizes, spread.mesh, spread.axis).wait()
         if dry:
             arrived = counts.split(spread.held)[spread.mine].repeat(spread.ranks)
-        arrived = arrived.view(spread.ranks, spread.local)
-        self.arrived = arrived if called is None else arrived // 2
+        self.arrived = arrived.view(spread.ranks, spread.local)
         sent = torch.stack([part.sum() for part in counts.split(spread.held)])
-        asked = arrived.sum(0) if called is None else arrived.amax(0)
-        numbers = torch.cat([sent, self.arrived.sum(1), self.arrived.sum(0), asked]).tolist()  # the one wait
-        ranks, local = spread.ranks, spread.local
-        self.sends, self.receives = numbers[:ranks], numbers[ranks : 2 * ranks]
-        self.load = numbers[2 * ranks : 2 * ranks + local]
-        self.asked = [bool(number) for number in numbers[2 * ranks + local :]]  # who is called by any rank
+        numbers = torch.cat([sent, self.arrived.sum(1), self.arrived.sum(0)]).tolist()  # the one wait
+        ranks = spread.ranks
+        self.sends, self.receives, self.load = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
         if self._drops:
             travel = sum(self.sends)
             self.order, self.back = self.order[:travel], self.back.clamp(max=travel)

@@ -37,7 +37,7 @@ def draw(plan: PlanFields, model: nn.Module) -> Picture:
     for i, ((name, shape, placements), names) in enumerate(kinds.items()):
         layout = layout_of(mesh, canonical_states("Plan.draw", placements, mesh, shape), shape)
         rows += _row(plan, layout, name, len(names), TOP + ROW * i)
-    captions = list(_captions(plan, mesh))
+    captions = list(_captions(plan))
     top = TOP + ROW * len(kinds) + LINE
     height = top + LINE * len(captions)
     title = f"parameters of {type(model).__name__} on {mesh}"
@@ -84,7 +84,7 @@ def _ranks(plan: PlanFields, places: list[int]) -> list[int]:
     return [place // inner * inner * plan.mesh[axis] + place % inner for place in places]
 
 
-def _captions(plan: PlanFields, mesh: Mesh) -> list[str]:
+def _captions(plan: PlanFields) -> list[str]:
     """Explains the picture, and names what it does not show."""
     said = ["a colour is one part of the parameter, written on it the ranks that hold it; 'of n': n layers have one"]
     if plan.zero == 3:

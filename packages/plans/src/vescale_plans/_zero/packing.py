@@ -29,16 +29,10 @@ class Packing:
     starts: tuple[int, ...]
     part: int
     ranks: int
-    filled: int
 
     @property
     def total(self) -> int:
         return self.part * self.ranks
-
-    @property
-    def padding(self) -> float:
-        """Elements that hold nothing, relative to those that do."""
-        return (self.total - self.filled) / self.filled if self.filled else 0.0
 
     def held(self, tensor: int, numel: int, rank: int) -> tuple[int, int]:
         """The half-open range of tensor `tensor`, of `numel` elements, that `rank` holds."""
@@ -83,7 +77,7 @@ def pack(sizes: Sequence[int], ranks: int, *, blocks: Sequence[int] | None = Non
                 part, starts = found
                 best = part, [start for _, start in sorted(zip(order, starts))]
     part, starts = best
-    return Packing(tuple(starts), part, ranks, filled)
+    return Packing(tuple(starts), part, ranks)
 
 
 def _candidates(blocks: Sequence[int], align: int, ideal: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -380,17 +378,3 @@ class Structure:
             return ()
         count = gcd(*(one.count for one in self.experts))
         return tuple(d for d in range(2, count + 1) if count % d == 0)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for models of equal structure, whatever their names (hex, 16 digits)."""
-        numbers = {name: at for at, name in enumerate(self.shapes)}
-        facts = [
-            list(self.shapes.values()),
-            [
-                (numbers[g.sink], g.dim, g.features, [(numbers[s.parameter], s.dim, s.spans) for s in g.sources])
-                for g in self.groups
-            ],
-            [numbers.get(v.parameter) for v in (*self.lookups, *self.heads)],
-        ]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

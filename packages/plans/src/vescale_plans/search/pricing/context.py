@@ -34,7 +34,7 @@ def meeting_seconds(
         if not branch.positions_meet:
             continue
         width, ranks = keys(branch) / (candidate.tp if branch.split else 1), candidate.cp
-        way = _way(branch, candidate, hardware, positions, seq)
+        way = _way(branch, candidate, positions, seq)
         hidden = hidden or way == RING
         if way == RING:
             block, apart = positions * width * hardware.itemsize, candidate.tp * ranks // 2
@@ -53,7 +53,7 @@ def meeting_bytes(sizes: Sizes, candidate: Candidate, hardware: Hardware, positi
     for branch in sizes.branches:
         if branch.positions_meet:
             block = positions * keys(branch) / (candidate.tp if branch.split else 1) * hardware.itemsize
-            is_ring = _way(branch, candidate, hardware, positions, seq) == RING
+            is_ring = _way(branch, candidate, positions, seq) == RING
             found.append(block * (BLOCKS if is_ring else 2 * candidate.cp))
     return max(found)
 
@@ -63,7 +63,7 @@ def keys(branch: Branch) -> int:
     return max(0, branch.inner - 2 * branch.features) or 2 * branch.features
 
 
-def _way(branch: Branch, candidate: Candidate, hardware: Hardware, positions: int, seq: int) -> str:
+def _way(branch: Branch, candidate: Candidate, positions: int, seq: int) -> str:
     """Chooses the way as attention itself does. Heads as far as widths tell: so many as share their keys, and no
     all-to-all."""
     rows = max(1, seq // candidate.cp)

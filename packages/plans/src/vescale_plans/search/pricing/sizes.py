@@ -195,7 +195,7 @@ def _counted(
             within[of[group.sink]].branches[branch] += 1
         if group.sink in nested:
             again[of[group.sink]][nested[group.sink]].branches[branch] += 1
-    back = _held_back(structure, of, len(blocks))
+    back = _held_back(structure, len(blocks))
     return tuple(
         Sizes(
             tp,
@@ -232,7 +232,7 @@ def _bare(tp: int) -> Sizes:
     return Sizes(tp, 0, 0, 0, Counter(), Counter(), 0, 1)
 
 
-def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[dict[int, Kept]]:
+def _held_back(structure: Structure, count: int) -> list[dict[int, Kept]]:
     """Per part; nothing if a part has no block."""
     names = structure.block_names
     parts: list[dict[int, Kept]] = [{} for _ in range(count)]

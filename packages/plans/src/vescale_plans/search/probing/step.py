@@ -197,7 +197,7 @@ class Step:
                 log.items.append(Item(0, -1, False, kind="parameter"))
             stack.enter_context(log)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
-            loss = _loss(ran(*args, **kwargs), rows)
+            loss = _loss(ran(*args, **kwargs))
             self.lost = log.now
             loss.backward()
             self.done = log.now
@@ -290,7 +290,7 @@ def _called(block: nn.Module, before: str = "") -> Iterator[tuple[str, nn.Module
             yield f"{before}{name}", child
 
 
-def _loss(output: Any, rows: int) -> Tensor:
+def _loss(output: Any) -> Tensor:
     found = _floats(output)
     for one in found:
         if not one.ndim:
