@@ -135,7 +135,8 @@ def _on_shards(graph: fx.GraphModule) -> Run:
     known: dict[tuple, Shards] = {}
 
     def run(region: Region, real: list) -> Made:
-        key = (torch.is_grad_enabled(), *map(_key_of, real))
+        with local_only():
+            key = (torch.is_grad_enabled(), *map(_key_of, real))
         shards = known.get(key) if region.same is None else region.same
         if shards is None:
             if len(known) == _MOST:
@@ -170,12 +171,11 @@ def _unhooked() -> Iterator[None]:
 
 
 def _key_of(value: Any) -> Any:
-    """Returns what a graph of shards is made for."""
+    """Returns what a graph of shards is made for. Call with dispatch disabled."""
     if not isinstance(value, Tensor):
         return value
     layout = value._layout if type(value) is DTensor else None
-    with local_only():
-        return layout, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return layout, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
 
 
 def _own_code(forward: Callable) -> FunctionType:

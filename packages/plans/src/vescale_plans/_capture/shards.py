@@ -82,7 +82,7 @@ class Shards:
             with torch.no_grad(), _casting_off():
                 if self.trained:
                     forward, backward = partitioned(joint, len(self.results) + 1)
-                    self._kept = _keep_apart(forward, len(self.results) + 1)
+                    self._kept = _keep_apart(forward, backward, len(self.results) + 1)
                     self._forward, self._backward = _compiled(forward, backend), _compiled(backward, backend)
                 else:
                     self._forward = _compiled(joint, backend)
@@ -243,15 +243,35 @@ def _casting_off() -> Iterator[None]:
         yield
 
 
-def _keep_apart(forward: fx.GraphModule, count: int) -> list[int | None]:
-    """Takes inputs off what a forward gives to its backward, behind `count` results: their memory is there already.
-    Returns the place of the input that each is, None for what is computed."""
-    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
+def _keep_apart(forward: fx.GraphModule, backward: fx.GraphModule, count: int) -> list[int | None]:
+    """Takes inputs, and views of them, off what a forward gives to its backward, behind `count` results: their memory
+    is there already, and the backward makes the views. Returns the place of the input that each is, None for what is
+    computed."""
+    inputs = {node: place for place, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
     output = forward.graph.output_node()
     given = list(output.args[0])
-    places = [inputs.index(one) if one in inputs else None for one in given[count:]]
-    output.args = ((*given[:count], *(one for one in given[count:] if one not in inputs)),)
-    forward.recompile()
+    computed, places = given[:count], []
+    taken = backward.graph.find_nodes(op="placeholder")
+    begin = taken[-1].next
+    for saved, one in zip(given[count:], taken):
+        views, base = [], saved
+        while getattr(base.target, "is_view", False):
+            views.append(base)
+            base = base.args[0]
+        places.append(inputs.get(base))
+        if base not in inputs:
+            computed.append(saved)
+            continue
+        users, last, one.meta = list(one.users), one, base.meta
+        with backward.graph.inserting_before(begin):
+            for view in reversed(views):
+                last = backward.graph.call_function(view.target, (last, *view.args[1:]), view.kwargs)
+                last.meta = view.meta
+        for user in users:
+            user.replace_input_with(one, last)
+    output.args = (tuple(computed),)
+    for graph in (forward, backward):
+        graph.recompile()
     return places
 
 
