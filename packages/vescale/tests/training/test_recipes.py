@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+import vescale
 from vescale._training.config import Config, read_config
-from vescale._training.planning import foretold
+from vescale._training.model import build
+from vescale._training.planning import foretold, plan_of
 from vescale_dtensor.testing import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
@@ -35,6 +38,19 @@ def test_the_figures_are_the_commands(row):
         hours,
     ]
     assert told.summary(2.0).endswith(f"device hours, {told.device_hours * 2:,.0f} at 2 an hour")
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("shakespeare", 4), ("llama-3.1-8b", 64)])
+def test_a_dry_run_of_its_steps_takes_the_memory_that_the_formula_says(name, ranks):
+    config = read_config(TOP / "recipes" / f"{name}.toml", ["plan.hardware=h100"])
+    told, model = foretold(config, ranks), build(config.model, runs=False)
+    plan = plan_of(config, model, ranks)
+    tokens = torch.zeros(config.training.batch, config.data.length, dtype=torch.int64, device="meta")
+    taken = vescale.dry_run(plan, model, {"input_ids": tokens, "labels": tokens})
+    assert plan.world_size == ranks and taken.memory["parameters"] > 0 and taken.flops > 0
+    assert taken.peak / 2**30 == pytest.approx(told.gib, rel=0.06)
+    kinds = {row.kind for row in taken.collectives}
+    assert kinds >= {"all_gather", "reduce_scatter"}
 
 
 def test_every_entry_is_on_the_page():
