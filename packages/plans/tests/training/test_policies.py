@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 from vescale_dtensor import Replicate, Shard
+from vescale_dtensor.engine import watched
 from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, PlanError, Policy, Precision, no_sync, parallelize
 
@@ -56,6 +57,7 @@ def sgd(parameters):
 
 
 HSDP = {"mesh": {"outer": 2, "dp": 2}, "parameters": {"*": {}}, "data_axis": ("outer", "dp")}
+DEEP = Policy(prefetch=2)
 NORMS = Policy(precision=Precision(FULL, output=LOW))
 LIKE_FSDP = Plan(
     **HSDP,
@@ -208,6 +210,25 @@ def test_inputs_may_be_left_and_outputs_cast():
     assert run_ranks(2, as_given, plan)[0] == ([FULL, LOW], LOW)
     of_one = plan.override(policies={"0": Policy(precision=Precision(LOW, output=torch.float64))})
     assert run_ranks(2, as_given, of_one)[0] == ([LOW, torch.float64], LOW)
+
+
+def gathers(plan):
+    """Gathers that have begun when each block's forward begins, in the second step."""
+    model, _ = parallelize(plan, build())
+    begun, seen = [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(len(begun)))
+    for step in range(2):
+        begun.clear(), seen.clear()
+        with watched(lambda event: begun.append(event.kind), lambda event: None):
+            model(batch(step)).square().mean().backward()
+    return seen
+
+
+def test_a_block_gathers_as_many_ahead_as_its_policy_says():
+    plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, prefetch=0)
+    one_by_one, ahead = (run_ranks(2, gathers, one)[0] for one in (plan, plan.override(policies={"blocks.0": DEEP})))
+    assert [two - one for one, two in zip(one_by_one, ahead)] == [2, 1, 0]
 
 
 def test_policies_are_values_of_a_plan():
