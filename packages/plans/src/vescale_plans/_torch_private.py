@@ -192,11 +192,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def capture_settings(passed_over: set[Callable]) -> Any:
-    """Returns what sets the compiler for one call, and returns what takes it back: what it cannot take raises, code is
-    guarded by hooks of modules and by which parameters are one tensor, numpy's draws are numpy's, and some methods of
-    loggers are passed over. Instead: public options of `torch.compile`."""
+    """A context, for any number of uses, in which what a compiler cannot take raises, code is guarded by hooks of
+    modules and by which parameters are one tensor, numpy's draws are numpy's, and some methods of loggers are passed
+    over. Instead: public options of `torch.compile`."""
     settings = torch._dynamo.config
-    return settings._make_closure_patcher(
+    return settings.patch(
         suppress_errors=False,
         skip_nnmodule_hook_guards=False,
         skip_no_tensor_aliasing_guards_on_parameters=False,

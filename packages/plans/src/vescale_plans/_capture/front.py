@@ -144,11 +144,10 @@ class Captured(Alone):
         self._stand_ins.put()
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
         outer, code.running = code.running, self
-        reset = code.settings()
         try:
-            out = code.guarded(self.module, *args, **kwargs)
+            with code.settings:
+                out = code.guarded(self.module, *args, **kwargs)
         finally:
-            reset()
             code.running = outer
         if self._made is None and any(id(tensor) not in self._real for tensor in tensors_in(out)):
             raise Refused("the compiler leaves it to Python")
