@@ -536,7 +536,7 @@ def test_what_one_rank_says_in_the_greeting_all_ranks_hear(ranks):
             for rank in range(ranks)
         ]
         with ThreadPoolExecutor(ranks) as threads:
-            heard = list(threads.map(lambda one, who=speaker: greet(one, 1, call, True, one.rank == who), members))
+            heard = list(threads.map(lambda one, who=speaker: greet(one, 1, call, [], True, one.rank == who), members))
         assert heard == [speaker is not None] * ranks
 
 

@@ -175,8 +175,9 @@ class Watch:
                     why = self.store.get(_SEEN).decode()  # of whoever found it first, on all ranks
                     self._report(pause)
                     cause = f"{why}: {self.verdict}{_READ if ' at read ' in self.verdict else ''}"
-                    (tell_first if self._wait is None else self.end)(cause)
-                    return self._outlast(cause)
+                    # A thread of its own: connections may not close while a call of torch's makes another.
+                    threading.Thread(target=self._outlast, args=(cause,), daemon=True).start()
+                    return (tell_first if self._wait is None else self.end)(cause)
             except RuntimeError:  # the store is gone, and the world with it
                 self._lose("the process that holds the ranks' store does not answer: see what ended it")
                 return
