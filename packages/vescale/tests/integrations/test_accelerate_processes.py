@@ -193,14 +193,22 @@ def own_sync_and_metrics():
     loader is: here it is the one within the prepared one."""
     import sys
     import types
+    from importlib.util import find_spec
 
-    for name in ("evaluate", "datasets"):  # of its cases with data sets from the network
-        module = sys.modules.setdefault(name, types.ModuleType(name))
-        module.load_dataset = getattr(module, "load_dataset", None)
     from accelerate import Accelerator
     from accelerate.test_utils.scripts import test_sync
-    from accelerate.test_utils.scripts.external_deps import test_metrics
 
+    missing = [
+        name for name in ("evaluate", "datasets") if find_spec(name) is None
+    ]  # of its cases with data of the hub
+    for name in missing:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].load_dataset = None
+    try:
+        from accelerate.test_utils.scripts.external_deps import test_metrics
+    finally:
+        for name in missing:
+            del sys.modules[name]
     from vescale.integrations.accelerate import parallelize
 
     made("dp2" if dist.get_world_size() == 2 else "dp2 tp2 zero 3")
