@@ -48,7 +48,7 @@ def planned(name, configs, monkeypatch):
     model = register.build(name)
     with outcome.quiet():
         structure = from_config.structure_of(model, from_config.sample_of(model))
-        monkeypatch.setattr(from_config, "structure_of", lambda *given: structure)
+        monkeypatch.setattr(from_config, "structure_of", lambda *given, **options: structure)
         return {(name, case): vescale.plan_from_config(config, model) for case, config in configs.items()}
 
 

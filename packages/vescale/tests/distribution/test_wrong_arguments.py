@@ -54,6 +54,7 @@ LEFT_OUT = {
     "Trace": "made by comm_trace; its constructor is its data",
     "Report": "made by load",
     "PendingSave": "made by save",
+    "Protected": "made by protect",
     "Event": "data of a Trace or a Simulation",
     "Verdict": "made by verify",
     "Simulation": "made by simulate",
