@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from vescale_dtensor._communication import endings
 from vescale_dtensor._communication.hangs import hang
 from vescale_dtensor._communication.hangs.deadlock import deadlocked
 from vescale_dtensor._communication.hangs.disagreements import compared
+from vescale_dtensor._communication.hangs.standing import seen
 from vescale_dtensor._communication.hangs.words import Word, last_seen, say
 from vescale_dtensor.testing import free_port, in_turns, run_ranks
 
@@ -52,15 +54,10 @@ def spin():
     while True:
         sum(range(100))
 
-def comes_back():
-    def away():
-        while hang.verdict() is None:
-            time.sleep(.1)
-        time.sleep(.5)
-    away()
-    print("came back", file=sys.stderr)
-    while threading.enumerate()[1:] and any(one.name == "vescale-watch" for one in threading.enumerate()):
-        time.sleep(.1)  # until the watch has looked again, and let this rank be
+def polls():
+    event = threading.Event()
+    while not event.wait(.1):
+        pass
 """
 
 
@@ -84,7 +81,7 @@ def hung(tmp_path, odd, helpers=""):
     return script, files, said, [rank.returncode for rank in ranks]
 
 
-@pytest.mark.parametrize("away", ["take_twice", "spin"])
+@pytest.mark.parametrize("away", ["take_twice", "spin", "polls"])
 def test_a_rank_that_does_not_come_back_is_ended(tmp_path, away):
     """Of ranks without torchrun, which would end it on one machine alone."""
     _, _, said, statuses = hung(tmp_path, f"rank == 1 and {away}()", HELPERS)
@@ -92,9 +89,34 @@ def test_a_rank_that_does_not_come_back_is_ended(tmp_path, away):
     assert re.search(rf"rank 1 is ended, still at .*train.py:\d+ in {away}: .*rank 0 is at collective", said[1])
 
 
-def test_a_rank_that_comes_back_is_not_ended(tmp_path):
-    _, _, said, statuses = hung(tmp_path, "rank == 1 and comes_back()", HELPERS)
-    assert statuses == [1, 1] and "is ended" not in said[1] and "came back" in said[1] and "first cause" in said[1]
+def test_a_function_is_left_when_it_is_over_whatever_it_calls():
+    """What a loop calls comes and goes; the loop's function stays."""
+    inside, again, after = (threading.Semaphore(0) for _ in range(3))
+
+    def away():
+        inside.release()
+        again.acquire()
+        inside.release()
+        again.acquire(timeout=60)
+
+    def program():
+        away()
+        inside.release()
+        after.acquire()
+
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    inside.acquire()
+    before = seen(thread.ident)
+    again.release()
+    inside.acquire()
+    assert " in away" in before.place and not seen(thread.ident).has_left(before)
+    again.release()
+    inside.acquire()
+    assert seen(thread.ident).has_left(before)
+    after.release()
+    thread.join()
+    assert seen(thread.ident).has_left(before)
 
 
 @in_turns(3)

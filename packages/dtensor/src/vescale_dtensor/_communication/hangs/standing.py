@@ -47,24 +47,23 @@ def seen(thread: int | None) -> Seen:
     """Returns a thread's stack. Lines of installed libraries count where the program has none."""
     frame = sys._current_frames().get(thread)  # type: ignore[arg-type]
     mark = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
-    lines: list[str] = []
-    libraries: list[str] = []
-    running = []
+    programs: list[tuple[str, tuple[int, str]]] = []
+    libraries: list[tuple[str, tuple[int, str]]] = []
     call = busy = ""
     for one in () if frame is None else frames(frame):
         code, module = one.f_code, module_of(one)
-        if len(lines) == _MOST_LINES:
+        if len(programs) == _MOST_LINES:
             break
         if is_users(one):
-            found = libraries if code.co_filename.startswith(_LIBRARIES) else lines
-            found.append(f"{code.co_filename}:{one.f_lineno} in {code.co_name}")
-            running.append((id(one), code.co_name))
-        elif not lines:
+            found = libraries if code.co_filename.startswith(_LIBRARIES) else programs
+            found.append((f"{code.co_filename}:{one.f_lineno} in {code.co_name}", (id(one), code.co_name)))
+        elif not programs:
             public = one.f_globals.get("__all__", ()) if module.startswith("torch.distributed.") else None
             if public is not None and (not call or code.co_name in public):
                 call = code.co_name  # the outermost that has a public name
             busy = busy or next((what for name, what in _BUSY.items() if module.startswith(name)), "")
-    return Seen(lines or libraries[:_MOST_LINES], call, busy, mark, tuple(running))
+    lines = programs or libraries[:_MOST_LINES]
+    return Seen([line for line, _ in lines], call, busy, mark, tuple(running for _, running in lines))
 
 
 class MainThread:
