@@ -28,8 +28,8 @@ class Generators:
 def script_of(config: Config) -> str:
     """Returns a program of under 80 lines that trains as `vescale train` does, from the tokens that are made now.
 
-    Evaluation and trackers are left to whoever goes on with it. Raises ConfigError for LoRA, which the script does not
-    have.
+    Evaluation, trackers and steps in memory (`protect`) are left to whoever goes on with it. Raises ConfigError for
+    LoRA, which the script does not have.
     """
     if config.model.lora:
         raise ConfigError("vescale train", "--script has no LoRA", (), [("without model.lora", "trains all weights")])
