@@ -31,8 +31,8 @@ from vescale_dtensor.engine import watched
 from vescale_pipeline import record_events
 from vescale_trace.environment import count
 
-from ._commands.spans import waits
 from ._machine._torch_private import DisableTorchFunctionSubclass, queue_callback
+from ._recorded.spans import waits
 
 LANES = ("compute", "collectives", "pipeline")
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import vescale
 from vescale import Boundary, Pipeline, Plan, Replicate, Shard
-from vescale._commands.spans import exposed, lost, straggler, waited
+from vescale._recorded.spans import exposed, lost, straggler, waited
 from vescale.cli import app
 from vescale.timeline import LANES, read_timeline
 from vescale_dtensor.testing import run_ranks, warm_up

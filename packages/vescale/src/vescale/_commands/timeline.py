@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .._recorded.spans import lost, straggler, waited
 from ..timeline import merge_timeline, read_timeline, totals
-from .spans import lost, straggler, waited
 
 
 def timeline(

@@ -1,1 +1,1 @@
-"""Digests of tensors that `vescale.record` writes, and the places at which two such records differ."""
+"""Records of runs, read again: digests of tensors, and where two records differ; spans of time, and who waited."""
