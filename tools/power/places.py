@@ -16,6 +16,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +28,21 @@ AREAS = {
     "rules": "packages/dtensor/src/vescale_dtensor/_rules",
     "dispatch": "packages/dtensor/src/vescale_dtensor/_dispatch",
     "tensors": "packages/dtensor/src/vescale_dtensor/_tensor",
+    "communication": "packages/dtensor/src/vescale_dtensor/_communication",
+    "context": "packages/dtensor/src/vescale_dtensor/_context",
+    "debugger": "packages/dtensor/src/vescale_dtensor/_debugger",
+    "reproducible": "packages/dtensor/src/vescale_dtensor/_reproducible",
     "zero": "packages/plans/src/vescale_plans/_zero",
     "apply": "packages/plans/src/vescale_plans/_apply",
+    "planner": "packages/plans/src/vescale_plans/search",
+    "compile": "packages/plans/src/vescale_plans/_capture",
+    "experts": "packages/plans/src/vescale_plans/_experts",
+    "plan": "packages/plans/src/vescale_plans/_plan",
     "pipelines": "packages/pipeline/src/vescale_pipeline",
     "rng": "packages/rng/src/vescale_rng",
     "checkpoints": "packages/checkpoint/src/vescale_checkpoint",
+    "trace": "packages/trace/src/vescale_trace",
+    "training": "packages/vescale/src/vescale",
 }
 _OTHER = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -69,8 +80,8 @@ def places_of(file: str, source: str) -> list[Place]:
 
 
 def drawn(areas: Sequence[str], each: int, seed: int) -> list[Place]:
-    """Returns so many places of each area, the kinds in turn, by chance from the seed."""
-    found: list[Place] = []
+    """Returns so many places of each area, areas and kinds in turn, by chance from the seed."""
+    found: list[list[Place]] = []
     for area in areas:
         folder = TOP / AREAS[area]
         all_places = [
@@ -81,8 +92,8 @@ def drawn(areas: Sequence[str], each: int, seed: int) -> list[Place]:
         chance = random.Random(f"{seed} {area}")
         chance.shuffle(all_places)
         turns = sorted(all_places, key=_turn({kind: iter(range(len(all_places))) for kind in KINDS}))
-        found += turns[:each]
-    return found
+        found.append(turns[:each])
+    return [place for turn in zip_longest(*found) for place in turn if place]
 
 
 def _turn(counts: Mapping[str, Iterator[int]]):
