@@ -7,6 +7,10 @@ author = "the veScale authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "veScale"
+html_static_path = ["pages.css"]
+html_css_files = ["pages.css"]
+html_show_copyright = False
+html_theme_options = {"light_css_variables": {"code-font-size": "75%"}}  # 100 columns at a width of 900
 
 default_role = "code"  # docstrings quote names by single backticks
 add_module_names = False

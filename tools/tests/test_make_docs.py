@@ -27,7 +27,8 @@ def test_the_site(tmp_path):
 def test_links(tmp_path, text, status):
     site = tmp_path / "tree/docs/site"
     site.mkdir(parents=True)
-    shutil.copy(TOP / "docs/site/conf.py", site)
+    for name in ("conf.py", "pages.css"):
+        shutil.copy(TOP / "docs/site" / name, site)
     Path(site, "index.md").write_text("# It\n\n```{toctree}\n:glob:\n\ndocs/*\nCONTRIBUTING\n```\n")
     (tmp_path / "tree/docs/README.md").write_text(f"# Read\n\n{text}\n")
     (tmp_path / "tree/CONTRIBUTING.md").write_text("# Add\n")
