@@ -17,6 +17,7 @@ from vescale_dtensor._layouts.layout import canonical_states, layout_of
 from vescale_dtensor._layouts.mesh import Mesh
 from vescale_dtensor._layouts.region import cut, cut_sizes, divides, intersect, local_offset
 from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE, sharded
+from vescale_dtensor._layouts.strides import global_stride, local_stride
 
 LINE = Mesh((4,), ("tp",))
 GRID = Mesh((2, 3), ("dp", "tp"))
@@ -239,3 +240,16 @@ def test_a_layout_reads_well() -> None:
     it = layout((InterleavedShard(0, 2), Replicate()), (8, 6))
     assert repr(it) == "[8, 6] S(0, groups=2), R on (dp=2, tp=3)"
     assert repr(layout((RaggedShard((1,), (4, 2)), Partial()), (8, 6))) == "[8, 6] S(1, units=2:1), P on (dp=2, tp=3)"
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (2, 3, 2), (2, 2, 2, 2)], ids=str)
+def test_the_order_in_memory_of_the_whole_is_read_from_any_shard(sizes, shape):
+    mesh = Mesh(sizes, ("a", "b", "c")[: len(sizes)])
+    placements = [Replicate(), *map(Shard, range(len(shape)))]
+    for chosen in itertools.product(placements, repeat=len(sizes)):
+        part = layout(chosen, shape, mesh)
+        for order in itertools.permutations(range(len(shape))):
+            back = sorted(range(len(shape)), key=order.__getitem__)
+            whole = torch.empty(shape).permute(order).contiguous().permute(back).stride()
+            assert global_stride(local_stride(whole, part), part.local_shape, part) == whole, (chosen, order)

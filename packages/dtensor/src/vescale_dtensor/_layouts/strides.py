@@ -97,7 +97,7 @@ def local_stride(whole: Sequence[int], layout: Layout) -> tuple[int, ...]:
         if sizes[dim] > 1:
             below, last, apart = below * sizes[dim], None, 1
         elif layout.shape[dim] > 1:
-            if last is not None and (apart > 1 or dim > last):
+            if last is not None and dim > last:
                 apart *= APART
             found[dim], last = below * apart, dim
     return tuple(found)
