@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify power bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install dist \
+.PHONY: help setup demo test test-all verify power bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install dist \
     newcomer gpu clean
 
 PYTHON ?= python3
@@ -28,14 +28,17 @@ setup: $(STAMP) ## make .venv with every package editable, and the tools
 demo: $(STAMP) ## train a GPT and a Llama on one process, then on four, and compare
 	@$(RUN) examples/demo.py
 
-test: $(STAMP) ## run every test: bazel test //..., or the same targets under pytest
+test: $(STAMP) ## run the core of the tests: bazel test //..., or the same targets under pytest
 	@$(RUN) tools/run_tests.py
+
+test-all: $(STAMP) ## run every test with its grids in full, then verify: hours, goes on where it was
+	@$(RUN) tools/run_tests.py --all
 
 verify: $(STAMP) ## run every "What it must show" check in full, and write results/ (ONLY=2.6 for some)
 	@$(RUN) tools/verify.py $(ONLY)
 
-power: $(STAMP) ## which mutants each test kills, CPU seconds beside: hours, goes on where it was (AREAS="rules zero" EACH=15 TESTS=packages)
-	@PYTHONPATH=tools $(RUN) -m power $(if $(AREAS),--areas $(AREAS)) $(if $(EACH),--each $(EACH)) $(if $(TESTS),--tests $(TESTS))
+power: $(STAMP) ## which mutants each test kills, CPU seconds beside: hours, goes on where it was (AREAS="rules zero" EACH=15 TESTS=packages; CHOOSE=1 chooses the core)
+	@PYTHONPATH=tools $(RUN) -m power $(if $(CHOOSE),--choose) $(if $(AREAS),--areas $(AREAS)) $(if $(EACH),--each $(EACH)) $(if $(TESTS),--tests $(TESTS))
 
 bench: $(STAMP) ## print the headline ratios of this commit against their budgets
 	@$(RUN) benchmarks/ratios.py --report-only

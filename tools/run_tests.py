@@ -1,5 +1,8 @@
 """Runs every test target and closes with the line `N passed, N failed`: what `make test` is.
 
+The core of each target runs; with --all every test with its grids in full (hours; what passed is not run again where
+Bazel has it in its cache, so that a run that was stopped goes on), and then `make verify`: what `make test-all` is.
+
 With Bazel, `bazel test //...`; Bazel is installed from Debian's packages where it is missing and can be. Without it,
 the same targets one after the other under pytest. Either way the counts are of test cases, read from the JUnit report
 of each target, and a target that left no report counts as one failure. The whole run is bounded by DEADLINE_S.
@@ -24,7 +27,8 @@ from xml.etree import ElementTree
 from checks.build_graph import BuildGraph, Target, read_build_graph
 
 TOP = Path(__file__).absolute().parents[1]
-DEADLINE_S = 80 * 60
+DEADLINE_S, ALL_S = 80 * 60, 24 * 60 * 60
+ALL_OF_A_TARGET_S = 4 * 60 * 60
 INSTALL_S = 240
 BUILD_S = 600
 START_S = 120  # for Bazel's server to come up
@@ -144,6 +148,8 @@ def run_bazel(bazel: str, tests: Iterable[Target], seconds: float) -> Outcome:
         # A test's home is a folder of its own, in which each target would compile the second device anew.
         built = f"--test_env=VESCALE_CACHE={Path(environment()['HOME'], '.cache')}"
         command = [bazel, "test", "//...", built, f"--build_event_json_file={events}"]
+        if os.environ.get("VESCALE_GRID") == "full":
+            command.append(f"--test_timeout={ALL_OF_A_TARGET_S}")
         client = subprocess.Popen(command, cwd=TOP, env=environment(), stdin=subprocess.DEVNULL)
         try:
             status = client.wait(timeout=seconds)
@@ -188,10 +194,11 @@ def read_events(events: Path) -> dict[str, Outcome]:
 def run_pytest(graph: BuildGraph, seconds: float) -> Outcome:
     """Every target in its own pytest, one after the other, as python.bzl's launcher would run it."""
     deadline = time.monotonic() + seconds
+    limit = ALL_OF_A_TARGET_S if os.environ.get("VESCALE_GRID") == "full" else None
     total = Outcome()
     for test in graph.tests():
         started = time.monotonic()
-        outcome, log = run_target(graph, test, min(test.timeout_s, deadline - started))
+        outcome, log = run_target(graph, test, min(limit or test.timeout_s, deadline - started))
         print(f"{test.label:<44} {'FAILED' if outcome.failed else 'PASSED'} in {time.monotonic() - started:.1f}s")
         if outcome.failed:
             print(log)
@@ -235,21 +242,26 @@ def kill_group(leader: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-bazel", action="store_true", help="run the targets under pytest in any case")
+    parser.add_argument("--all", action="store_true", help="every test, grids in full, and then make verify")
     options = parser.parse_args()
 
     started = time.monotonic()
+    seconds = ALL_S if options.all else DEADLINE_S
+    if options.all:
+        os.environ["VESCALE_GRID"] = "full"
     graph = read_build_graph(TOP)
     build_second_device()
     bazel = None if options.without_bazel else find_bazel()
     if bazel and starts(bazel):
-        total = run_bazel(bazel, graph.tests(), DEADLINE_S - (time.monotonic() - started))
+        total = run_bazel(bazel, graph.tests(), seconds - (time.monotonic() - started))
     else:
         print("test: without Bazel, every target under pytest", flush=True)
-        total = run_pytest(graph, DEADLINE_S - (time.monotonic() - started))
+        total = run_pytest(graph, seconds - (time.monotonic() - started))
 
     print(f"test: {time.monotonic() - started:.0f} s, {total.skipped} skipped", flush=True)
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
-    return 1 if total.failed else 0
+    verified = subprocess.run([sys.executable, "tools/verify.py"], cwd=TOP).returncode if options.all else 0
+    return 1 if total.failed or verified else 0
 
 
 if __name__ == "__main__":

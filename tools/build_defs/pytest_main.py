@@ -5,6 +5,9 @@ does where there is no Bazel, so that both run the same thing.
 
 What Bazel asks of a test through the environment is honoured: XML_OUTPUT_FILE, TESTBRIDGE_TEST_ONLY (--test_filter)
 and TEST_TMPDIR. The working directory is the workspace.
+
+The core runs: all but what a package names in tests/beyond_the_core.txt (tools/power/core.py chooses). Where
+VESCALE_GRID says what runs, and under plain pytest, nothing is left out.
 """
 
 import argparse
@@ -34,6 +37,31 @@ def isolate() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+class Core:
+    """The pytest plugin that leaves out the tests of these node ids; one that no test of its file has is an error."""
+
+    def __init__(self, beyond: set[str]) -> None:
+        self.beyond = beyond
+
+    def pytest_collection_modifyitems(self, config, items) -> None:
+        import pytest
+
+        found = {item.nodeid for item in items}
+        files = {name.partition("::")[0] for name in found}
+        gone = sorted(name for name in self.beyond - found if name.partition("::")[0] in files)
+        if gone and config.option.keyword == "":
+            raise pytest.UsageError(f"beyond_the_core.txt names tests that are not there: {', '.join(gone)}")
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.beyond])
+        items[:] = [item for item in items if item.nodeid not in self.beyond]
+
+
+def beyond_the_core() -> set[str]:
+    """The tests that are left out, by node id."""
+    lists = Path().glob("packages/*/tests/beyond_the_core.txt")
+    lines = [line for one in lists for line in one.read_text().splitlines()]
+    return set() if os.environ.get("VESCALE_GRID") else {line for line in lines if line and line[0] != "#"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--roots", default="", help="source roots, separated by ':'")
@@ -51,7 +79,7 @@ def main() -> int:
     only = os.environ.get("TESTBRIDGE_TEST_ONLY")
     if only:
         arguments += ["-k", only]
-    status = pytest.main(arguments)
+    status = pytest.main(arguments, plugins=[Core(beyond_the_core())])
     filtered_away = only is not None and status == pytest.ExitCode.NO_TESTS_COLLECTED
     return 0 if filtered_away else int(status)
 

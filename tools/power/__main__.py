@@ -14,6 +14,7 @@ from typing import Any
 
 from . import places
 from .board import Board
+from .core import choose
 from .report import told
 
 KILLERS, CPU_S = 5, 60.0
@@ -29,8 +30,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="what is known of a commit; build/power/<commit> without it")
     parser.add_argument("--hours", type=float, default=12.0, help="CPU hours of the mutants' runs, in all")
     parser.add_argument("--tell", action="store_true", help="only the report")
+    parser.add_argument("--choose", action="store_true", help="only choose the core, from what is known")
     given = parser.parse_args()
     folder = (given.folder or places.TOP / "build/power" / _commit()).absolute()
+    if given.choose:
+        print(choose(folder))
+        return 0
     if not given.tell:
         os.chdir(places.TOP)
         folder.mkdir(parents=True, exist_ok=True)

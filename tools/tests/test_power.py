@@ -9,6 +9,7 @@ from pathlib import Path
 
 from power import places
 from power.board import Board
+from power.core import HEAD, NAME, chosen, write
 from power.report import cover
 
 TOP = Path(__file__).absolute().parents[2]
@@ -100,6 +101,23 @@ def test_a_cover_takes_kills_by_cpu_second():
     assert cover([["slow", "first"], ["slow", "second"], ["small", "second"]], cost) == {"first", "second"}
     assert cover([["slow"], ["slow", "first"]], cost) == {"first", "slow"}  # greedy
     assert cover([], cost) == set()
+
+
+def test_the_core_has_cheap_tests_a_case_of_each_function_and_the_only_killers():
+    costs = {"cheap": 0.5, "grid[1]": 8.0, "grid[2]": 7.0, "grid[3]": 9.0, "one": 30.0}
+    kills = [["cheap", "grid[1]"], ["grid[3]"]]
+    assert chosen(costs, kills) == {"cheap", "grid[2]", "grid[3]", "one"}
+    assert chosen(costs, kills[:1]) == {"cheap", "grid[2]", "one"}
+
+
+def test_each_package_has_a_list_of_its_own(tmp_path):
+    for package in ("a", "b"):
+        (tmp_path / "packages" / package / "tests").mkdir(parents=True)
+    lists = [tmp_path / "packages" / package / "tests" / NAME for package in ("a", "b")]
+    lists[1].write_text("old")
+    write({"packages/a/tests/test_it.py::test_b", "packages/a/tests/test_it.py::test_a"}, tmp_path)
+    assert lists[0].read_text() == HEAD + "packages/a/tests/test_it.py::test_a\npackages/a/tests/test_it.py::test_b\n"
+    assert not lists[1].exists()
 
 
 def test_mutants_meet_tests_in_forks(tmp_path):

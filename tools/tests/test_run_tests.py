@@ -1,8 +1,12 @@
 """How test cases are counted, and that a target that hangs or dies counts as a failure."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -97,3 +101,37 @@ def test_a_target_that_hangs_is_stopped(one_target):
     assert outcome == Outcome(failed=1)
     assert "was stopped after 3 s" in log
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("beyond", "grid", "status", "names"),
+    [
+        ("# why\n{file}::test_dear[2]\n", None, 0, ["test_dear[1]", "test_cheap"]),
+        ("{file}::test_dear[2]\n", "full", 0, ["test_dear[1]", "test_dear[2]", "test_cheap"]),
+        ("{file}::test_gone\n", None, 4, []),
+    ],
+    ids=["left out", "in full", "gone"],
+)
+def test_the_core_is_what_no_list_leaves_out(tmp_path, monkeypatch, beyond, grid, status, names):
+    file = "packages/one/tests/test_it.py"
+    source = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_dear(n): pass\ndef test_cheap(): pass\n"
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(source)
+    (tmp_path / file).with_name("beyond_the_core.txt").write_text(beyond.format(file=file))
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.delenv("VESCALE_GRID", raising=False)
+    given = {"XML_OUTPUT_FILE": str(tmp_path / "test.xml"), **({"VESCALE_GRID": grid} if grid else {})}
+    command = [sys.executable, str(TOP / "tools/build_defs/pytest_main.py"), "--", file]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **given}, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    if status:
+        assert "test_gone" in done.stderr
+    else:
+        cases = ElementTree.parse(tmp_path / "test.xml").iter("testcase")
+        assert [case.get("name") for case in cases] == names
+
+
+def test_lists_name_files_that_are_there():
+    for one in TOP.glob("packages/*/tests/beyond_the_core.txt"):
+        files = {line.partition("::")[0] for line in one.read_text().splitlines() if not line.startswith("#")}
+        assert files and [file for file in sorted(files) if not (TOP / file).is_file()] == []
