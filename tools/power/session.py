@@ -90,12 +90,13 @@ class Session:
         with out.open("a") as file, open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
-            for test, limit in zip(tests, limits):
+            following = [*(self.items[test] for test in tests[1:]), None]
+            for test, limit, after in zip(tests, limits, following):
                 self.board.forget()
                 signal.alarm(int(limit) + 1)
                 before, began = _processor_seconds(), time.monotonic()
                 try:
-                    reports = runtestprotocol(self.items[test], nextitem=None, log=False)
+                    reports = runtestprotocol(self.items[test], nextitem=after, log=False)  # whose fixtures stay
                     outcome = _outcome(reports)
                 except Hung:
                     outcome = "hung"

@@ -211,24 +211,25 @@ def training(build, plan_of, backend, mode="eager"):
     return numbers, tensors, (captured.graphs, captured.reasons()) if captured is not None else None
 
 
-def both(rows):
-    found = {}
+def both(build, plan_of):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, (build, plan_of) in rows.items():
-            eager, graph = (training(build, plan_of, backend) for backend in (None, "aot_eager"))
-            apart = [one for one, held in eager[1].items() if not torch.equal(held, graph[1][one])]
-            found[name] = (eager[0] == graph[0], apart, graph[2])
-    return found
+        eager, graph = (training(build, plan_of, backend) for backend in (None, "aot_eager"))
+    apart = [one for one, held in eager[1].items() if not torch.equal(held, graph[1][one])]
+    return eager[0] == graph[0], apart, graph[2]
 
 
-@pytest.mark.parametrize("ranks, rows", [(2, PAIRS), (4, FOURS)], ids=["2 ranks", "4 ranks"])
-def test_graphs_of_shards_are_eager_mode_to_the_bit(ranks, rows):
-    for found in run_ranks(ranks, both, rows, timeout=600):
-        for name, (numbers_are, apart, (graphs, reasons)) in found.items():
-            assert numbers_are and not apart, (name, apart[:4])
-            assert graphs >= 2, (name, graphs)  # of two lengths; blocks that are alike share
-            assert all("experts" in why for why in reasons) and bool(reasons) == ("ep 2" in name), (name, reasons)
+@pytest.mark.parametrize(
+    "ranks, row",
+    [(ranks, row) for ranks, rows in ((2, PAIRS), (4, FOURS)) for row in rows.values()],
+    ids=[*PAIRS, *FOURS],
+)
+def test_graphs_of_shards_are_eager_mode_to_the_bit(request, ranks, row):
+    for numbers_are, apart, (graphs, reasons) in run_ranks(ranks, both, *row, timeout=600):
+        assert numbers_are and not apart, apart[:4]
+        assert graphs >= 2, graphs  # of two lengths; blocks that are alike share
+        assert all("experts" in why for why in reasons), reasons
+        assert bool(reasons) == ("ep 2" in request.node.callspec.id), reasons
 
 
 def close():
