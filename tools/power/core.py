@@ -1,7 +1,12 @@
 """The fixed core of the tests, which `make test` runs: chosen from what the meter found, the same on every day.
 
-A test is in the core if it is cheap (CHEAP_S), if it is the cheapest case of its function, so that each promise has
-one, or if the cover takes it: the tests that kill, per CPU second, most of the mutants that the former leave alive.
+A test is in the core if one of these holds:
+
+    it is cheap                  CHEAP_S
+    it is the cheapest case      of its function, unless that is dear (CASE_S): each promise has one
+    it is marked `core`          the case of a contract that nothing cheaper shows
+    the cover takes it           tests that kill, per CPU second, most of the mutants that all these leave alive
+
 The rest are named in `tests/beyond_the_core.txt` of their package, which `build_defs/pytest_main.py` reads. A new test
 is in the core until the choice is made again.
 """
@@ -9,14 +14,16 @@ is in the core until the choice is made again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from .places import TOP, Place
 from .report import cover
 
-CHEAP_S = 1.0
+CHEAP_S, CASE_S = 0.5, 10.0
 NAME = "beyond_the_core.txt"
 HEAD = """\
 # Tests that `make test` leaves out and `make test-all` runs: dear ones whose mutants others kill.
@@ -24,17 +31,19 @@ HEAD = """\
 """
 
 
-def chosen(costs: Mapping[str, float], killers: list[list[str]]) -> set[str]:
+def chosen(costs: Mapping[str, float], killers: list[list[str]], marked: Collection[str]) -> set[str]:
     """Returns the core.
 
     Arguments:
         costs: CPU seconds of each test.
         killers: of each mutant that counts in the choice, the tests that kill it.
+        marked: tests with the mark.
     """
     cheapest: dict[str, str] = {}
     for test in sorted(costs, key=lambda test: (costs[test], test)):
-        cheapest.setdefault(test.partition("[")[0], test)
-    core = {test for test, seconds in costs.items() if seconds <= CHEAP_S} | set(cheapest.values())
+        if costs[test] <= CASE_S:
+            cheapest.setdefault(test.partition("[")[0], test)
+    core = {test for test, seconds in costs.items() if seconds <= CHEAP_S or test in marked} | set(cheapest.values())
     return core | cover([tests for tests in killers if not core & set(tests)], dict(costs))
 
 
@@ -45,7 +54,7 @@ def choose(folder: Path) -> str:
     killed = [row for row in _rows(folder / "mutants.jsonl") if row["killers"]]
     counts = [row["killers"] for row in killed if not drawn[row["mutant"] - 1].is_held_out]
     held_out = [row["killers"] for row in killed if drawn[row["mutant"] - 1].is_held_out]
-    core = chosen(costs, counts)
+    core = chosen(costs, counts, _marked())
     write({test for test in costs if test not in core})
     return (
         f"{len(core)} of {len(costs)} tests, {sum(costs[test] for test in core):.0f} of "
@@ -61,6 +70,12 @@ def write(beyond: set[str], top: Path = TOP) -> None:
         (folder / NAME).unlink(missing_ok=True)
         if own:
             (folder / NAME).write_text(HEAD + "".join(f"{test}\n" for test in own))
+
+
+def _marked() -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "core", "packages"]
+    listed = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=True).stdout
+    return {line for line in listed.splitlines() if "::" in line}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

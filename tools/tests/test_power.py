@@ -103,11 +103,11 @@ def test_a_cover_takes_kills_by_cpu_second():
     assert cover([], cost) == set()
 
 
-def test_the_core_has_cheap_tests_a_case_of_each_function_and_the_only_killers():
-    costs = {"cheap": 0.5, "grid[1]": 8.0, "grid[2]": 7.0, "grid[3]": 9.0, "one": 30.0}
+def test_the_core_has_cheap_tests_a_case_of_each_function_the_marked_and_the_only_killers():
+    costs = {"cheap": 0.5, "grid[1]": 8.0, "grid[2]": 7.0, "grid[3]": 9.0, "dear[1]": 30.0, "dear[2]": 31.0}
     kills = [["cheap", "grid[1]"], ["grid[3]"]]
-    assert chosen(costs, kills) == {"cheap", "grid[2]", "grid[3]", "one"}
-    assert chosen(costs, kills[:1]) == {"cheap", "grid[2]", "one"}
+    assert chosen(costs, kills, ()) == {"cheap", "grid[2]", "grid[3]"}
+    assert chosen(costs, kills[:1], {"dear[2]"}) == {"cheap", "grid[2]", "dear[2]"}
 
 
 def test_each_package_has_a_list_of_its_own(tmp_path):

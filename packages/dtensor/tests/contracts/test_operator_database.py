@@ -15,6 +15,7 @@ from vescale_dtensor.testing import in_turns, run_ranks, slice_of
 SLICES = 16
 
 
+@pytest.mark.core
 @in_turns(3)
 def test_every_entry_equals_one_device():
     outcomes = {name: check_entry(name) for name in slice_of(database(), SLICES)}

@@ -130,6 +130,7 @@ def test_a_model_is_one_graph(family, plan_of):
     assert found[2]
 
 
+@pytest.mark.core
 @needs_a_compiler
 @pytest.mark.parametrize("family", slice_of(["llama", "gpt2"], fraction=2))
 def test_inductor_trains_a_whole_model(family):

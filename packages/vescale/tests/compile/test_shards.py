@@ -242,6 +242,7 @@ def close():
     return plain[0], graph[0], max(apart), graph[2]
 
 
+@pytest.mark.core
 @needs_a_compiler
 def test_inductor_computes_what_one_device_does():
     for plain, graph, apart, (graphs, reasons) in run_ranks(2, close, timeout=600):

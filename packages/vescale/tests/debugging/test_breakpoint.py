@@ -146,6 +146,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ranks", slice_of([2, 4], 2))
 def test_a_session_in_a_terminal_under_torchrun(ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

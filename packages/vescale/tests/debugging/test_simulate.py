@@ -33,6 +33,7 @@ def train_example(name: str) -> list[float]:
     return importlib.import_module(f"{name}.train_parallel").train(3)
 
 
+@pytest.mark.core
 @in_turns(3)
 @pytest.mark.parametrize("name, ranks", [("nanogpt", 4), ("llama", 8), ("mixtral", 4)])
 def test_simulated_training_is_that_of_processes_to_the_bit(name: str, ranks: int) -> None:

@@ -109,6 +109,7 @@ def here(tmp_path, monkeypatch):
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.core
 def test_wrong_values_of_all_options(here, monkeypatch):
     red, tried = [], 0
     for args in lines():

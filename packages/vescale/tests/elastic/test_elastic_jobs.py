@@ -13,6 +13,7 @@ from vescale_plans import Plan
 TOP = Path(__file__).absolute().parents[4]
 
 
+@pytest.mark.core
 def test_a_rank_and_a_node_are_killed(tmp_path):
     """The example itself. That the node comes in time is not asked: a fast machine is through by then."""
     command = [sys.executable, str(TOP / "examples/elastic/train.py"), str(tmp_path / "run")]
