@@ -34,7 +34,7 @@ UNCOPIED = (("_dispatch.dispatch", "_table"),)
 
 SHARED = {
     # by object, and objects are a rank's own
-    "_communication.collectives": ("_ENGINES", "_under_way"),
+    "_communication.collectives": ("_ENGINES",),
     "_communication.flight_recorder": ("rank_groups",),
     "_communication.in_flight": ("left_to_readers",),
     "_communication.namespace": ("_words",),

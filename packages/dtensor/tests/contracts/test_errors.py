@@ -366,10 +366,10 @@ def test_a_rank_that_dies_in_a_collective_is_an_error_on_the_others(kind, elemen
 
 
 def test_a_communication_error_says_where_to_look() -> None:
-    from vescale_dtensor._communication.collectives import _failure
-    from vescale_dtensor._layouts.mesh import Mesh
+    from vescale_dtensor._communication.flight_recorder import RankGroup, note
 
-    error = _failure(RuntimeError("Connection closed by peer\nmore"), "all_gather", Mesh((2, 4), ("dp", "tp")), (1,))
+    noted = note("all_gather", RankGroup(("tp",), (0, 1, 2, 3), mesh="(dp=2, tp=4)"), 0)
+    error = noted.failed(RuntimeError("Connection closed by peer\nmore"))
     assert isinstance(error, CommunicationError)
     assert str(error).splitlines()[0].startswith("all_gather: the collective over axis 'tp' of (dp=2, tp=4) failed")
     assert "Connection closed by peer" in str(error) and "failed first" in str(error) and "more" not in str(error)

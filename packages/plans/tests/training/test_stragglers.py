@@ -107,18 +107,18 @@ def test_waits_for_others_are_not_ones_own(monkeypatch):
     clock = iter((14.0, 20.0, 27.0, 30.0))
     monkeypatch.setattr(flight_recorder, "monotonic", lambda: next(clock))
     monkeypatch.setattr(flight_recorder, "waited_s", 0.0)
-    flight_recorder.done([flight_recorder.WAITING, *range(6), 10.0])
+    flight_recorder.Noted((flight_recorder.WAITING, *range(6), 10.0, None)).__exit__(None, None, None)
     assert flight_recorder.own_s() == 16.0
-    flight_recorder.done([flight_recorder.WAITING, *range(6), 25.0])
+    flight_recorder.Noted((flight_recorder.WAITING, *range(6), 25.0, None)).__exit__(None, None, None)
     assert flight_recorder.own_s() == 24.0
 
 
 def waits(plan):
     """Which of the collectives of three steps were counted as waits."""
-    counted, done = [], flight_recorder.done
+    counted, end = [], flight_recorder.Noted.__exit__
     flight_recorder.ring.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flight_recorder, "done", lambda entry: counted.append(entry[1]) or done(entry))
+        patch.setattr(flight_recorder.Noted, "__exit__", lambda one, *how: counted.append(one[1]) or end(one, *how))
         trained(plan, slow, 3)
     return counted, [entry[1] for entry in flight_recorder.ring if entry[0] == flight_recorder.DONE]
 

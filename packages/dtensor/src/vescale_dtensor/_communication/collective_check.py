@@ -23,9 +23,10 @@ import fcntl
 import mmap
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -50,6 +51,13 @@ _EQUAL = frozenset({"all_gather", "all_reduce"})
 """Kinds of which every rank receives equally many bytes."""
 _NUMBERS = 1 << 32
 _MOST_KNOWN = 4096
+
+
+class Group(Protocol):
+    """What a collective is asked for over (`flight_recorder.RankGroup`)."""
+
+    axes: Sequence[str]
+    process_group: Callable[[], dist.ProcessGroup | None]
 
 
 class Board:
@@ -90,7 +98,7 @@ class Board:
         self._texts = [_text_of(rank, place) for place in range(_PLACES)]
         atexit.register(path.unlink, missing_ok=True)
 
-    def post(self, kind: str, received: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    def post(self, kind: str, received: int, asked: Group) -> None:
         """This rank begins a collective. Raises CommunicationError where another rank's of the same number differs, and
         ends the group's connections: whoever waits there gets an error, too."""
         self._count = number = self._count + 1
@@ -99,9 +107,7 @@ class Board:
                 self._open()
             if not self._others:
                 return
-        function = events._current
-        name = function if type(function) is str else getattr(function, "__name__", None)
-        key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), name)
+        key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), events._current)
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST_KNOWN:
@@ -114,7 +120,7 @@ class Board:
         for other in self._others:
             seen = cells[other + place]
             if seen != cell and seen >> 32 == cell >> 32:
-                self._refuse(other * _WORD // _PAGE, axes, group)
+                self._refuse(other * _WORD // _PAGE, asked)
         if self._is_listed and (number >= _PLACES or self._are_here(place, cell)):
             self._path.unlink(missing_ok=True)
             self._is_listed = False
@@ -124,16 +130,17 @@ class Board:
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
-    def _refuse(self, other: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    def _refuse(self, other: int, asked: Group) -> None:
         line, place = user_line(), self._count % _PLACES
         operands = []
         for rank in sorted((self._rank, other)):
             text = bytes(self._memory[_text_of(rank, place)]).decode(errors="replace").strip()
             where = f", at {line}" if line and rank == self._rank else ""
             operands.append(f"rank {self._ranks[rank]}  in {text}{where}")
+        axes = ", ".join(map(repr, asked.axes))
         rule = (
-            f"collective {self._count:,} over axis {', '.join(map(repr, axes))} is not the same on all ranks: some of "
-            "them run code that others do not"
+            f"collective {self._count:,} over axis {axes} is not the same on all ranks: some of them run code that "
+            "others do not"
         )
         error = CommunicationError(
             events.cause().function,
@@ -146,7 +153,7 @@ class Board:
             ],
         )
         tell_first(f"rank {self._ranks[self._rank]} raised {described(error)}")
-        close(group)
+        close(asked.process_group())
         raise error
 
 
@@ -188,12 +195,13 @@ def _remove_left() -> None:
                 os.close(file)
 
 
-def _described(kind: str, received: int, is_recorded: bool, name: str | None) -> tuple[int, bytes]:
+def _described(kind: str, received: int, is_recorded: bool, function: object) -> tuple[int, bytes]:
     """A collective's digest, and what it is in words of a fixed length. Who asked is no part of the digest; and what
     ranks tell each other, some of them perhaps in a handler of an exception, is so with gradients or without."""
     compared = f"{kind} of {received:,} B" if received else kind
     if kind != "gather_objects":
         compared += f", {'with' if is_recorded else 'without'} gradients"
+    name = function if isinstance(function, str) else getattr(function, "__name__", None)
     text = f"{compared}, for {events.function_name(name)}" if name else compared
     return zlib.crc32(compared.encode()), text.encode()[:_TEXT].ljust(_TEXT)
 

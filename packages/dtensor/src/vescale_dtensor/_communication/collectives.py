@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +29,9 @@ from torch.distributed.distributed_c10d import (
 
 from .. import _effects as effects
 from .._debugger import session
-from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
-from . import events, flight_recorder, pairs
-from .endings import ending_behind_lost_connection
-from .flight_recorder import FAILED, STARTED, WAITING
+from . import flight_recorder, pairs
+from .flight_recorder import STARTED
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
 
@@ -79,31 +76,20 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
     """Gathers local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     count = mesh.count(axes)
     call, rank_group = pairs.directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
-    names = rank_group.axes
-    rows = (count * shape[0], *shape[1:])
+    rows, may_be_away = (count * shape[0], *shape[1:]), mesh.device_type != "cpu"
 
     def gather(local: Tensor) -> Tensor:
         if effects.captured is not None:
             return effects.captured.operator(lambda one: [gather(one)], [local], [rows])[0]
+        if may_be_away and is_away(local, mesh):
+            local = local.to(mesh.device_type)
         local = local.contiguous()
         out = local.new_empty(*rows)
-        received = local.nbytes * (count - 1)
-        event = events.announce(kind, names, received) if events.listeners else None
-        noted = flight_recorder.note(kind, rank_group, received, WAITING)
-        try:
+        with flight_recorder.note(kind, rank_group, local.nbytes * (count - 1)):
             if local.dtype in _GLOO_DTYPES:
                 call(out, local, _GATHER).wait()
             else:
                 call(_wire(out), _wire(local), _GATHER).wait()
-        except RuntimeError as error:
-            if is_away(local, mesh):
-                flight_recorder.done(noted)
-                return gather(local.to(mesh.device_type))
-            noted[0] = FAILED
-            raise _failure(error, kind, mesh, axes) from error
-        flight_recorder.done(noted)
-        if event is not None:
-            events.finish(event)
         return out
 
     return gather
@@ -199,7 +185,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
     rank_group, native = mesh.rank_group(axes), _engine(mesh, axes).reduces
-    names = rank_group.axes
+    may_be_away = mesh.device_type != "cpu"
     call = pairs.directly(group._reduce_scatter_base if native else group.alltoall_base)
     pair, rank = is_pair(mesh, axes), group.rank()
     swap = pairs.swapper(group, _SWAP) if pair else None
@@ -207,10 +193,9 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     def scatter(rows: Tensor) -> Tensor:
         if effects.captured is not None:
             return effects.captured.operator(lambda one: [scatter(one)], [rows], [shape])[0]
-        received = rows.nbytes // count * (count - 1)
-        event = events.announce(kind, names, received) if events.listeners else None
-        noted = flight_recorder.note(kind, rank_group, received, WAITING)
-        try:
+        if may_be_away and is_away(rows, mesh):
+            rows = rows.to(mesh.device_type)
+        with flight_recorder.note(kind, rank_group, rows.nbytes // count * (count - 1)):
             if native:
                 out = rows.new_empty(*shape)
                 if rows.is_complex():
@@ -224,15 +209,6 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             else:
                 out = torch.empty_like(rows)
                 call(_wire(out), _wire(rows), [], [], _SWAP).wait()
-        except RuntimeError as error:
-            if is_away(rows, mesh):
-                flight_recorder.done(noted)
-                return scatter(rows.to(mesh.device_type))
-            noted[0] = FAILED
-            raise _failure(error, kind, mesh, axes) from error
-        flight_recorder.done(noted)
-        if event is not None:
-            events.finish(event)
         if pair:
             return out.add_(mine.view(shape))
         return out if native else _ordered_sum(out.view(count, *shape))
@@ -263,64 +239,30 @@ def exchange(
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
-    rank_group = mesh.rank_group(axes)
-    event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
-    noted = flight_recorder.note(kind, rank_group, received, WAITING)
-    try:
+    with flight_recorder.note(kind, mesh.rank_group(axes), received, count):
         pairs.directly(call)(*args).wait()
-    except RuntimeError as error:
-        noted[0] = FAILED
-        raise _failure(error, kind, mesh, axes) from error
-    flight_recorder.done(noted)
-    if event is not None:
-        events.finish(event)
 
 
-def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
-    """Starts the collective; pairs with `_wait`."""
-    rank_group = mesh.rank_group(axes)
-    event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
-    noted = flight_recorder.note(kind, rank_group, received, STARTED)
+class Started(NamedTuple):
+    """A collective that is under way, and its entry in the recorder."""
+
+    work: Any
+    noted: flight_recorder.Noted
+
+    def wait(self) -> None:
+        with self.noted.waits():
+            self.work.wait()
+
+
+def start(
+    kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1
+) -> Started:
+    """Starts the collective."""
+    noted = flight_recorder.note(kind, mesh.rank_group(axes), received, count, STARTED)
     try:
-        work = pairs.directly(call)(*args)
+        return Started(pairs.directly(call)(*args), noted)
     except RuntimeError as error:
-        noted[0] = FAILED
-        raise _failure(error, kind, mesh, axes) from error
-    _under_way[id(work)] = noted, event
-    return work
-
-
-def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
-    noted, event = _under_way.pop(id(work))
-    noted[0], noted[-1] = WAITING, monotonic()
-    try:
-        work.wait()
-    except RuntimeError as error:
-        noted[0] = FAILED
-        raise _failure(error, kind, mesh, axes) from error
-    flight_recorder.done(noted)
-    if event is not None:
-        events.finish(event)
-
-
-# What was started, by the id of its work, which _wait gets: its entry in the recorder, and what was announced.
-_under_way: dict[int, tuple[list, events.Event | None]] = {}
-
-
-def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:
-    names = ", ".join(repr(mesh.names[axis]) for axis in axes)
-    rule = f"the collective over axis {names} of {mesh} failed, asked for by {events.cause()}"
-    return connection_lost(kind, rule, error)
-
-
-def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
-    """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
-    said, ending = str(error).splitlines()[0], ending_behind_lost_connection()
-    if ending is not None:
-        told = [f"first cause: {ending}", said]
-        return CommunicationError(operation, rule, told, [("mend the first cause and start again", "")])
-    remedy = "look for the rank that failed first: the others see only a broken connection"
-    return CommunicationError(operation, rule, [said], [(remedy, "")])
+        raise noted.failed(error) from error
 
 
 def _engine(mesh: Mesh, axes: tuple[int, ...]) -> _Engine:

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .._errors import VescaleError
+from .._errors import CommunicationError, VescaleError
 from .._torch_private import backend_timeouts
 from . import deaths
 from .hangs.words import beat_seconds, heard, last_seen
@@ -82,7 +82,17 @@ def first_ending() -> str | None:
         return _known
 
 
-def ending_behind_lost_connection() -> str | None:
+def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
+    """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
+    said, ending = str(error).splitlines()[0], _ending_behind_lost_connection()
+    if ending is not None:
+        told = [f"first cause: {ending}", said]
+        return CommunicationError(operation, rule, told, [("mend the first cause and start again", "")])
+    remedy = "look for the rank that failed first: the others see only a broken connection"
+    return CommunicationError(operation, rule, [said], [(remedy, "")])
+
+
+def _ending_behind_lost_connection() -> str | None:
     """`first_ending`; where nothing is known yet, ranks of this machine that were killed are looked for, and what is
     found, here or elsewhere, is known to all; of other machines, ranks that fell silent. Takes `PATIENCE_S` and a few
     seconds at most, on a rank that is about to raise."""

@@ -117,11 +117,10 @@ def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) ->
     return event
 
 
-def finish(event: Event | None) -> None:
-    """Says that an announced collective is done; None: it was announced to nobody."""
-    if event is not None:
-        for finisher in finishers:
-            finisher(event)
+def finish(event: Event) -> None:
+    """Says that an announced collective is done."""
+    for finisher in finishers:
+        finisher(event)
 
 
 @contextlib.contextmanager

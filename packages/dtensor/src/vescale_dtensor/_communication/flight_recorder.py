@@ -2,7 +2,8 @@
 
 Cost per collective: a list of what is at hand, appended to a ring, and one word written when the host's wait for it
 is over: under a microsecond, where a collective takes 5 of the host at least. Lines of code are not looked for: who
-asks while the rank hangs finds them in the stacks of its threads.
+asks while the rank hangs finds them in the stacks of its threads. The entry is all that there is of a collective
+between its beginning and its end: who listens is told from it (`events.py`), and a failure is its error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .. import _effects as effects
 from .._errors import CommunicationError, OperatorError
 from . import events
 from .collective_check import board_of
+from .endings import connection_lost
 
 EVENTS = 50
 """So many are kept."""
@@ -36,10 +38,12 @@ class RankGroup:
     which match in the order in which both post them; or messages of two ranks, which are known by what they are called.
     """
 
-    __slots__ = ("__weakref__", "axes", "board", "count", "of", "process_group", "ranks")
+    __slots__ = ("__weakref__", "axes", "board", "count", "mesh", "of", "process_group", "ranks")
 
-    def __init__(self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None) -> None:
-        self.axes, self.ranks, self.of, self.count = tuple(axes), tuple(ranks), of, 0
+    def __init__(
+        self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None, mesh: str = ""
+    ) -> None:
+        self.axes, self.ranks, self.of, self.count, self.mesh = tuple(axes), tuple(ranks), of, 0, mesh
         self.process_group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
         self.board = None if group is None or of != COLLECTIVES else board_of(group)
         rank_groups.add(self)
@@ -50,29 +54,57 @@ class RankGroup:
         return f"{self.of} {self.axes} {self.ranks}"
 
 
-def note(kind: str, group: RankGroup, received: int, state: str) -> list:
-    """One collective begins; set its [STATE] when it goes on. `received`: bytes. Raises CommunicationError where a
-    rank of this machine has begun another one in its place, OperatorError while a graph is captured, which has no
-    operator for it."""
+class Noted(list):
+    """An entry: state, kind, group, number, bytes, who asked and in which direction, when it began, its event or None.
+
+    A block under it is the host's wait: it ends the entry, and a RuntimeError of torch.distributed's becomes a
+    CommunicationError.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        global waited_s
+        if error is None:
+            self[STATE] = DONE
+            waited_s += monotonic() - self[BEGAN]
+            if self[EVENT] is not None:
+                events.finish(self[EVENT])
+        elif isinstance(error, RuntimeError):
+            raise self.failed(error) from error
+
+    def waits(self) -> Noted:
+        """The host's wait for it begins."""
+        self[STATE], self[BEGAN] = WAITING, monotonic()
+        return self
+
+    def failed(self, error: RuntimeError) -> CommunicationError:
+        self[STATE], group = FAILED, self[2]
+        axes = ", ".join(map(repr, group.axes))
+        rule = f"the collective over axis {axes} of {group.mesh} failed, asked for by {events.cause()}"
+        return connection_lost(self[1], rule, error)
+
+
+def note(kind: str, group: RankGroup, received: int, count: int | None = 1, state: str = WAITING) -> Noted:
+    """One collective begins. `received`: bytes. `count`: as of an `Event`; None: traces do not hear of it.
+
+    Raises CommunicationError where a rank of this machine has begun another one in its place, OperatorError while a
+    graph is captured, which has no operator for it, and what listeners do.
+    """
     if effects.captured is not None:
         raise OperatorError(kind, "a graph is captured, and what is captured sends nothing")
+    event = None
+    if events.listeners and count is not None:
+        event = events.announce(kind, group.axes, received, count)
     group.count = number = group.count + 1
-    entry = [state, kind, group, number, received, events._current, events._direction, monotonic()]
-    ring.append(entry)
     if group.board is not None:
-        try:
-            group.board.post(kind, received, group.axes, group.process_group())
-        except CommunicationError:
-            entry[STATE] = FAILED
-            raise
+        group.board.post(kind, received, group)
+    entry = Noted((state, kind, group, number, received, events._current, events._direction, monotonic(), event))
+    ring.append(entry)
     return entry
-
-
-def done(entry: list) -> None:
-    """The host's wait for it is over."""
-    global waited_s
-    entry[STATE] = DONE
-    waited_s += monotonic() - entry[BEGAN]
 
 
 def own_s() -> float:
@@ -81,9 +113,9 @@ def own_s() -> float:
 
 
 waited_s = 0.0
-STATE, BEGAN = 0, 7
-ring: deque[list] = deque(maxlen=EVENTS)
-transfers: deque[list] = deque(maxlen=EVENTS)
+STATE, BEGAN, EVENT = 0, 7, 8
+ring: deque[Noted] = deque(maxlen=EVENTS)
+transfers: deque[Noted] = deque(maxlen=EVENTS)
 
 
 class Transfers:
@@ -93,7 +125,7 @@ class Transfers:
         self._axis = axis
         self._rank_groups: dict[tuple, RankGroup] = {}
 
-    def begin(self, message: Any, is_ordered: bool, received: int) -> list:
+    def begin(self, message: Any, is_ordered: bool, received: int) -> Noted:
         """`message`: has a `source`, a `target` and a `call`, and the same text at both ends."""
         source, target = message.source, message.target
         pair = (source, target) if source < target else (target, source)
@@ -102,23 +134,23 @@ class Transfers:
             of = TRANSFERS if is_ordered else MESSAGES
             group = self._rank_groups[pair, is_ordered] = RankGroup((self._axis,), pair, of)
         group.count = number = group.count + 1
-        entry = [STARTED, message, group, number, received, None, "", monotonic()]
+        entry = Noted((STARTED, message, group, number, received, None, "", monotonic(), None))
         transfers.append(entry)
         return entry
 
-    def waits(self, entry: list) -> None:
-        entry[STATE], entry[BEGAN] = WAITING, monotonic()
+    def waits(self, entry: Noted) -> None:
+        entry.waits()
 
-    def ended(self, entry: list) -> None:
-        done(entry)
+    def ended(self, entry: Noted) -> None:
+        entry.__exit__(None, None, None)
 
-    def failed(self, entry: list) -> None:
+    def failed(self, entry: Noted) -> None:
         entry[STATE] = FAILED
 
 
-def told(entry: list) -> dict:
+def told(entry: Noted) -> dict:
     """An event as JSON has it."""
-    state, kind, group, number, received, function, direction, began = entry
+    state, kind, group, number, received, function, direction, began, _ = entry
     more: dict = {}
     if group.of in (TRANSFERS, MESSAGES):
         cause, more = "the schedule", {"way": [kind.source, kind.target], "call": kind.call}

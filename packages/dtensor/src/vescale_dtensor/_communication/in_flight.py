@@ -37,13 +37,12 @@ from .collectives import (
     _engine,
     _gather_call,
     _ordered_sum,
-    _start,
     _summable,
-    _wait,
     _width,
     _wire,
     all_reduce,
     is_pair,
+    start,
 )
 from .compressed import compress, expand, sent_numel
 
@@ -122,8 +121,8 @@ class ReductionInFlight:
             self._buffer = torch.empty_like(flat)
             call, arguments = group.alltoall_base, (_wire(self._buffer), _wire(flat), [], [])
         self._kind = "all_reduce" if keep == "whole" else "reduce_scatter"
-        self._work = _start(self._kind, mesh, inner, received + (whole if keep == "whole" else 0), call, *arguments)
-        self._axes, self._advanced = inner, in_place
+        self._work = start(self._kind, mesh, inner, received + (whole if keep == "whole" else 0), call, *arguments)
+        self._advanced = in_place
 
     def advance(self) -> None:
         if not self._advanced:
@@ -133,7 +132,7 @@ class ReductionInFlight:
 
     def _advance(self) -> None:
         mesh = self._mesh
-        _wait(self._work, self._kind, mesh, self._inner)
+        self._work.wait()
         self._work = self._travels = None  # gloo's would keep what has arrived
         chunk = self._buffer if self._native else self._sum()
         if self._outer:
@@ -147,9 +146,7 @@ class ReductionInFlight:
                 return
             out = chunk.new_empty(chunk.numel() * mesh.count(axes))
         self._chunk, self._buffer = chunk, out  # what travels is kept alive
-        self._axes = axes
-        call = _gather_call(mesh, axes)
-        self._work = _start(self._kind, mesh, axes, 0, call, _wire(out), _wire(chunk), count=0)
+        self._work = start(self._kind, mesh, axes, 0, _gather_call(mesh, axes), _wire(out), _wire(chunk), count=0)
 
     def _sum(self) -> Tensor:
         """Sums what has arrived, in rank order."""
@@ -164,7 +161,7 @@ class ReductionInFlight:
         self.advance()
         with _on(self._stream, self._buffer):
             if self._work is not None:
-                _wait(self._work, self._kind, self._mesh, self._axes)
+                self._work.wait()
                 self._work = self._chunk = None
         return self._buffer
 
@@ -173,16 +170,14 @@ class GatherInFlight:
     """An all-gather in flight: the ranks' equal parts, in rank order, into `out`, of which `part` may be a slice."""
 
     def __init__(self, out: Tensor, part: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> None:
-        self._mesh, self._axes = mesh, axes
         self._kept, self._stream = (out, part), _stream_of(out)
-        call = _gather_call(mesh, axes)
-        received = out.nbytes - part.nbytes
-        self._work = _start("all_gather", mesh, self._axes, received, call, _wire(out), _wire(part))
+        call, received = _gather_call(mesh, axes), out.nbytes - part.nbytes
+        self._work = start("all_gather", mesh, axes, received, call, _wire(out), _wire(part))
 
     def wait(self) -> None:
         if self._work is not None:
             with _on(self._stream, self._kept[0]):
-                _wait(self._work, "all_gather", self._mesh, self._axes)
+                self._work.wait()
             self._work = self._kept = None
             left_to_readers.pop(self, None)
 
@@ -209,20 +204,19 @@ class RowsInFlight:
     """An all-to-all of rows in flight: the next `sends[r]` of `rows` go to rank r of the axis."""
 
     def __init__(self, rows: Tensor, sends: list[int], receives: list[int], mesh: Mesh, axis: int) -> None:
-        self._mesh, self._axes = mesh, (axis,)
         rows, self._stream = rows.contiguous(), _stream_of(rows)
         self._out = out = rows.new_empty((sum(receives), *rows.shape[1:]))
         width = _width(out) * prod(rows.shape[1:])
         received = (out.shape[0] - receives[mesh.coordinate[axis]]) * prod(rows.shape[1:]) * out.element_size()
         splits_in, splits_out = [count * width for count in sends], [count * width for count in receives]
         self._kept = sent, taken = _wire(rows).view(-1), _wire(out).view(-1)
-        call = mesh.group(self._axes).alltoall_base
-        self._work = _start("all_to_all", mesh, self._axes, received, call, taken, sent, splits_out, splits_in)
+        call = mesh.group((axis,)).alltoall_base
+        self._work = start("all_to_all", mesh, (axis,), received, call, taken, sent, splits_out, splits_in)
 
     def wait(self) -> Tensor:
         """The `receives[r]` rows of each rank r, in rank order."""
         if self._work is not None:
             with _on(self._stream, self._out):
-                _wait(self._work, "all_to_all", self._mesh, self._axes)
+                self._work.wait()
             self._work = self._kept = None
         return self._out

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .._layouts.mesh import Mesh
 from . import flight_recorder
-from .collectives import _failure, connection_lost
-from .flight_recorder import FAILED, WAITING
+from .endings import connection_lost
 
 T = TypeVar("T")
 
@@ -23,7 +21,7 @@ def line_objects(value: object, mesh: Mesh, axis: int) -> list:
     group = mesh.group((axis,))
     parts: list = [value] * group.size()
     if group.name() != "fake":  # in a world without processes everybody would say the same
-        with _noted("gather_objects", mesh, axis):
+        with flight_recorder.note("gather_objects", mesh.rank_group((axis,)), 0, None):
             torch.distributed.all_gather_object(parts, value, group=group)
     return parts
 
@@ -35,21 +33,9 @@ def line_numbers(numbers: Sequence[int], mesh: Mesh, axis: int) -> list[list[int
         return [list(numbers)] * count
     part = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     everyone = part.new_empty(count * len(numbers))
-    with _noted("gather_numbers", mesh, axis):
+    with flight_recorder.note("gather_numbers", mesh.rank_group((axis,)), 0, None):
         group._allgather_base(everyone, part).wait()
     return everyone.view(count, -1).tolist()
-
-
-@contextmanager
-def _noted(kind: str, mesh: Mesh, axis: int) -> Iterator[None]:
-    """Tells the flight recorder; raises CommunicationError where a rank is gone."""
-    noted = flight_recorder.note(kind, mesh.rank_group((axis,)), 0, WAITING)
-    try:
-        yield
-    except RuntimeError as error:
-        noted[0] = FAILED
-        raise _failure(error, kind, mesh, (axis,)) from error
-    flight_recorder.done(noted)
 
 
 def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:

@@ -27,8 +27,7 @@ from .._layouts.mesh import Mesh
 from .._layouts.state import PARTIAL
 from .._tensor.bits import bits_of
 from . import events, flight_recorder
-from .collectives import _failure
-from .flight_recorder import FAILED, READS, WAITING, RankGroup
+from .flight_recorder import READS, RankGroup
 
 _TAG = 0x5EAD
 _CARRIED = 64
@@ -169,13 +168,8 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
 def _gathered(own: Tensor, mesh: ReadMesh, axis: int) -> Tensor:
     """A row from every rank of the axis. It is no traffic of the program: traces do not hear of it."""
     rows = own.new_empty(mesh.sizes[axis], own.numel())
-    noted = flight_recorder.note("read", mesh.rank_group((axis,)), own.nbytes * (mesh.sizes[axis] - 1), WAITING)
-    try:
+    with flight_recorder.note("read", mesh.rank_group((axis,)), own.nbytes * (mesh.sizes[axis] - 1), None):
         mesh.group((axis,))._allgather_base(rows, own)
-    except RuntimeError as error:
-        noted[0] = FAILED
-        raise _failure(error, "read", mesh, (axis,)) from error
-    flight_recorder.done(noted)
     return rows
 
 

@@ -115,7 +115,7 @@ def _forward(
     kernel: Kernel, circle: Circle, seen: Seen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Held | None,
     noise: Tensor | None, scale: float,
 ) -> Merged:  # fmt: skip
-    mesh, axis, rank = circle.mesh, circle.axis, circle.rank
+    rank = circle.rank
     merged = Merged(query, value, mask is not None)
 
     def meet(block: int, key: Tensor, value: Tensor) -> None:
@@ -132,7 +132,7 @@ def _forward(
     meet(rank, key, value)
     for at, (block, _) in enumerate(plan):
         arrived = arriving
-        transfer.wait(arrived.under_way, mesh, axis, FORWARD)
+        transfer.wait(arrived.under_way)
         arriving = mine.begin(plan[at + 1]) if at + 1 < len(plan) else None
         if block is not None:
             meet(block, *arrived.tensors)
@@ -143,7 +143,7 @@ def _backward(
     kernel: Kernel, circle: Circle, seen: Seen, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     mask: Tensor | Held | None, noise: Tensor | None, out: Tensor, lse: Tensor, scale: float, needs_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    mesh, axis, rank = circle.mesh, circle.axis, circle.rank
+    rank = circle.rank
     grad_query = Sum(query)
     grad_mask = torch.zeros_like(mask) if needs_mask else None
 
@@ -171,7 +171,7 @@ def _backward(
     home = None  # the gradients that are under way to whom they belong
     for at, (block, to) in enumerate(plan):
         arrived = arriving
-        transfer.wait(arrived.under_way, mesh, axis, BACKWARD)
+        transfer.wait(arrived.under_way)
         arriving = mine.begin(plan[at + 1], BACKWARD) if at + 1 < len(plan) else None
         theirs = None
         if block is not None:
@@ -243,7 +243,7 @@ def _packed(key: Tensor, value: Tensor) -> Tensor:
 def _come_home(home: _Arrival | None, own: tuple[Sum, Sum], circle: Circle) -> None:
     if home is None:
         return
-    transfer.wait(home.under_way, circle.mesh, circle.axis, BACKWARD)
+    transfer.wait(home.under_way)
     if home.tensors is not None:
         for total, came in zip(own, home.tensors):
             total.add((0, came.shape[-2]), came)

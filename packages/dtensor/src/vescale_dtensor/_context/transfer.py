@@ -7,16 +7,15 @@ match in the order of posting: there are no tags. A wait there is the stream's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import monotonic
 from typing import NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .._communication import events, flight_recorder
-from .._communication.collectives import _failure, _wire, all_gather
-from .._communication.flight_recorder import BLOCKS, STARTED, WAITING
+from .._communication import flight_recorder
+from .._communication.collectives import _wire, all_gather
+from .._communication.flight_recorder import BLOCKS, STARTED
 from .._layouts.mesh import Mesh
 
 Message = tuple[int, Tensor]
@@ -24,12 +23,11 @@ Message = tuple[int, Tensor]
 
 
 class UnderWay(NamedTuple):
-    """A started transfer: its works, the tensors that they use, and how it was announced."""
+    """A started transfer: its works, the tensors that they use, and its entry in the recorder."""
 
     works: list
     held: tuple
-    noted: list
-    event: events.Event | None
+    noted: flight_recorder.Noted
 
 
 def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axis: int, kind: str) -> UnderWay | None:
@@ -41,31 +39,24 @@ def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axi
         return None
     group, rank_group = mesh.group((axis,)), mesh.rank_group((axis,), BLOCKS)
     received = sum(tensor.nbytes for _, tensor in receives)
-    event = events.announce(kind, rank_group.axes, received, len(receives)) if events.listeners else None
-    noted = flight_recorder.note(kind, rank_group, received, STARTED)
+    noted = flight_recorder.note(kind, rank_group, received, len(receives), STARTED)
     if not group_sends(mesh, axis):
-        return UnderWay([], (sends, receives), noted, event)
+        return UnderWay([], (sends, receives), noted)
     posted = [dist.P2POp(dist.isend, _wire(tensor), rank_group.ranks[to], group) for to, tensor in sends]
     posted += [dist.P2POp(dist.irecv, _wire(tensor), rank_group.ranks[of], group) for of, tensor in receives]
     try:
         works = dist.batch_isend_irecv(posted)
     except RuntimeError as error:
-        raise _failure(error, kind, mesh, (axis,)) from error
-    return UnderWay(works, (sends, receives), noted, event)
+        raise noted.failed(error) from error
+    return UnderWay(works, (sends, receives), noted)
 
 
-def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
+def wait(started: UnderWay | None) -> None:
     """Returns when what was received may be used, and what was sent written to."""
-    if started is None:
-        return
-    started.noted[0], started.noted[-1] = WAITING, monotonic()
-    try:
-        for work in started.works:
-            work.wait()
-    except RuntimeError as error:
-        raise _failure(error, kind, mesh, (axis,)) from error
-    flight_recorder.done(started.noted)
-    events.finish(started.event)
+    if started is not None:
+        with started.noted.waits():
+            for work in started.works:
+                work.wait()
 
 
 def group_sends(mesh: Mesh, axis: int) -> bool:

@@ -56,9 +56,9 @@ def together(stop: Stop) -> Iterator[None]:
 def before_collectives(meet: Callable[[str, Sequence[int], str], None]) -> Iterator[None]:
     """Within the block every collective of ours and of torch.distributed first calls `meet(kind, ranks, where)`."""
 
-    def note(kind: str, group: flight_recorder.RankGroup, received: int, state: str) -> list:
+    def note(kind: str, group: flight_recorder.RankGroup, *more: Any) -> flight_recorder.Noted:
         meet(kind, group.ranks, f" over axis {', '.join(map(repr, group.axes))}, asked for by {events.cause()}")
-        return original(kind, group, received, state)
+        return original(kind, group, *more)
 
     def guarded(function: Callable) -> Callable:
         signature = inspect.signature(function)

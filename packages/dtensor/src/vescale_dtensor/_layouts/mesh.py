@@ -104,9 +104,9 @@ class Mesh:
         """The ranks of the group of `axes`, as the flight recorder knows them."""
         rank_group = self._rank_groups.get((axes, of))
         if rank_group is None:
-            group = self.group(axes)
+            group, names = self.group(axes), [self.names[axis] for axis in axes]
             ranks = dist.get_process_group_ranks(group)
-            rank_group = self._rank_groups[axes, of] = RankGroup([self.names[axis] for axis in axes], ranks, of, group)
+            rank_group = self._rank_groups[axes, of] = RankGroup(names, ranks, of, group, str(self))
         return rank_group
 
     def _check_order(self, axes: tuple[int, ...]) -> None:
