@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_trace.stack import caller
-from vescale_trace.values import collect
+from vescale_trace.values import tensors_in
 
 from ._communication import events as _events
 from ._communication.advice import Advice as Advice
@@ -220,9 +220,7 @@ def cut_last(tensor: Tensor) -> tuple[str, ...]:
 
 def mark(value: object, module: str) -> None:
     """Notes on DTensors which module returned them, the innermost."""
-    found: list[Tensor] = []
-    collect((value,), found)
-    for one in found:
+    for one in tensors_in(value):
         if type(one) is DTensor:
             one.__dict__.setdefault("_returned_by", module)
 

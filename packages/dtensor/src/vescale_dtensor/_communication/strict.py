@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vescale_trace.stack import user_line
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import map_tensors, tensors_in
 
 from .._conversions.conversion import plan
 from .._conversions.convert import describe
@@ -67,10 +67,7 @@ class Strict:
 
     def _told(self, function: Callable, args: tuple, kwargs: dict, error: Any) -> ImplicitCommunicationError:
         """The error about the user's own operands, at the user's line."""
-        given: list[Tensor] = []
-        collect(args, given)
-        collect(kwargs, given)
-        tensors = list({id(x): x for x in given if type(x) is DTensor}.values())
+        tensors = list({id(x): x for x in tensors_in((args, kwargs)) if type(x) is DTensor}.values())
         if not tensors:
             return error
         names = _names(function, args, kwargs, tensors)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vescale_trace.stack import user_line
-from vescale_trace.values import collect
+from vescale_trace.values import tensors_in
 
 from .._communication import events
 from .._communication.events import Event
@@ -120,16 +120,11 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not tensor_module.is_global():
             return function(*args, **kwargs)
-        tensors: list[Tensor] = []
-        collect(args, tensors)
-        collect(kwargs, tensors)
-        given = [one for one in tensors if type(one) is DTensor]
+        given = [one for one in tensors_in((args, kwargs)) if type(one) is DTensor]
         operands = tuple(self._operand(at, one) for at, one in enumerate(given))
         before = len(self._sent)
         out = function(*args, **kwargs)
-        made: list[Tensor] = []
-        collect((out,), made)
-        for one in made:
+        for one in tensors_in(out):
             if type(one) is DTensor and (not any(one is other for other in given) or _writes(function)):
                 name = events.function_name(function)
                 sent = tuple(self._sent[before:])

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, strided
 
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import collect, fill, map_tensors
 
 from .._communication import events
 from .._conversions.conversion import is_alias
@@ -211,9 +211,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             shape = tuple(tensor.shape)
             plain = not tensor.requires_grad
             operands.append(Operand(layout_of(mesh, (INVARIANT,) * mesh.ndim, shape), plain, index))
-    queue = iter(operands)
-    abstract_args = map_tensors(args, lambda _: next(queue))
-    abstract_kwargs = map_tensors(kwargs, lambda _: next(queue))
+    abstract_args, abstract_kwargs = fill((args, kwargs), operands)
     inplace = entry.inplace or abstract_kwargs.get("inplace") is True
     decision = None
     if any(type(tensor) is not DTensor and tensor.layout is not strided for tensor in tensors):
@@ -316,9 +314,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
             if any(one is not tensor for one, tensor in zip(given, tensors)):
                 if function is Tensor.view_as and tensors[0] is tensors[1]:
                     return given[0]  # an alias, whose node is next to the parameter's own, for which torch looks
-                queue = iter(given)
-                args = map_tensors(args, lambda _: next(queue))
-                return call_entry(entry, function, args, map_tensors(kwargs, lambda _: next(queue)))
+                return call_entry(entry, function, *fill((args, kwargs), given))
     if decision.decomposition is not None:
         out = decision.decomposition(*args, **kwargs)
         if decision.watched:
@@ -327,9 +323,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.partial or decision.alike or decision.zeros is not None:
         given = shared(decision, function, tensors)
         if given is not tensors:
-            queue = iter(given)
-            args = map_tensors(args, lambda _: next(queue))
-            return call_entry(entry, function, args, map_tensors(kwargs, lambda _: next(queue)))
+            return call_entry(entry, function, *fill((args, kwargs), given))
     for index in decision.mutated:
         check_writable(function, tensors[index], through=True)
     taken = args[1] if function is Tensor.__getitem__ else None
@@ -348,7 +342,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                 for index in written:
                     _ = tensors[index].grad_fn  # a view's is brought up to date by being asked for, not by a write
             converted = [t if index in written else _as_saved(t) for index, t in enumerate(converted)]
-        queue = iter(converted)
+        queue = iter(converted)  # `fill`, written out
         args = map_tensors(args, lambda _: next(queue))
         kwargs = map_tensors(kwargs, lambda _: next(queue))
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from vescale_trace.values import collect
+from vescale_trace.values import tensors_in
 
 from .._conversions.convert import convert
 from .._layouts.layout import Layout, layout_of
@@ -57,9 +57,7 @@ def plain_in_place(function: Callable) -> Decision:
     """An in-place `function` on a plain tensor, with DTensors among its other operands."""
 
     def run(own: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given: list[Tensor] = []
-        collect(args, given)
-        collect(kwargs, given)
+        given = tensors_in((args, kwargs))
         mesh = next(tensor._layout.mesh for tensor in given if type(tensor) is DTensor)
         if is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             if function is Tensor.copy_ and _is_replaced(own, args[0]):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import map_tensors, tensors_in
 
 from .._conversions.convert import describe
 from .._conversions.reading import convert_to_read
@@ -72,10 +72,10 @@ def _is_value_meant(function: Any) -> bool:
 
 def _with_values(function: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Operands, with plain values in place of such numbers. A collective of one number each."""
-    refuse_operator(function, [tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor])
+    refuse_operator(function, [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is DTensor])
     if function._schema.is_mutable:
-        _refuse(function, _tensors(args, kwargs))
-    return map_tensors(args, _full(function)), map_tensors(kwargs, _full(function))
+        _refuse(function, tensors_in((args, kwargs)))
+    return map_tensors((args, kwargs), _full(function))
 
 
 def _full(function: Any) -> Any:
@@ -126,16 +126,8 @@ def takes_number(function: Callable, args: tuple, kwargs: dict) -> bool:
     first = TAKE_NUMBERS.get(function)
     if first is None:
         return False
-    found: list = []
     named = [item for name, item in kwargs.items() if name not in _FIRST]
-    collect((args[first:], named), found)
-    return any(tensor.numel() == 1 for tensor in found)
-
-
-def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    found: list[Tensor] = []
-    collect((args, kwargs), found)
-    return found
+    return any(tensor.numel() == 1 for tensor in tensors_in((args[first:], named)))
 
 
 def _refuse(function: Any, tensors: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import fill, tensors_in
 
 from .._layouts.layout import Layout
 from .._layouts.strides import cut_to_one, global_stride, local_stride, row_major
@@ -105,18 +105,11 @@ def in_order(
             result = run(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
-            tensors = [args[place] for place in places] if places is not None else _collected(args, kwargs)
+            tensors = [args[place] for place in places] if places is not None else tensors_in((args, kwargs))
             key = (strides(result), *map(strides, tensors))
             return result if known.get(key, result) is None else laid(result, key, tensors, args, kwargs)
 
     return run_in_order
-
-
-def _collected(args: tuple, kwargs: dict) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    collect(args, tensors)
-    collect(kwargs, tensors)
-    return tensors
 
 
 def _wanted(
@@ -129,9 +122,7 @@ def _wanted(
         if whole is None or tuple(tensor.shape) != layout.local_shape:
             return None
         likes.append(torch.empty_strided(layout.shape, whole, dtype=tensor.dtype, device="meta"))
-    queue = iter(likes)
-    args = map_tensors(args, lambda _: next(queue))
-    kwargs = map_tensors(kwargs, lambda _: next(queue))
+    args, kwargs = fill((args, kwargs), likes)
     try:
         with torch.no_grad(), without_dispatch_modes():
             made = function(*args, **kwargs)

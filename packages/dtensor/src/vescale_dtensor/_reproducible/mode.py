@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vescale_trace.arguments import typed_call
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import fill, tensors_in
 
 from .._conversions import convert, steps
 from .._dispatch.arguments import keyed
@@ -111,11 +111,8 @@ class reproducible(TorchFunctionMode):
         if plain is None:
             if function not in _BACKWARDS:
                 return function(*args, **kwargs)
-            given: list[Tensor] = []
-            collect(args, given)
-            collect(kwargs, given)
             with self:  # a checkpoint recomputes in there
-                if any(type(t) is DTensor for t in given):
+                if any(type(t) is DTensor for t in tensors_in((args, kwargs))):
                     return call_entry(self._overlay.made(function), function, args, kwargs)
                 return body_of(function)(*args, **kwargs)
         if plain.draws:
@@ -125,9 +122,7 @@ class reproducible(TorchFunctionMode):
         if function is ATTENTION:
             return self._attention(args, kwargs)
         entry = plain.entry
-        tensors: list[Tensor] = []
-        collect(args, tensors)
-        collect(kwargs, tensors)
+        tensors = tensors_in((args, kwargs))
         if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
             if function is not _foreach_norm:
                 return function(*args, **kwargs)
@@ -164,9 +159,7 @@ class reproducible(TorchFunctionMode):
         if any(t.is_floating_point() or t.is_complex() for t in tensors):  # integers are exact in any order
             require_premise(tensors[0].device.type)
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
-        queue = iter(operands)
-        abstract = map_tensors(args, lambda _: next(queue))
-        named = map_tensors(kwargs, lambda _: next(queue))
+        abstract, named = fill((args, kwargs), operands)
         entry, function = plain.entry, plain.entry.function
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)

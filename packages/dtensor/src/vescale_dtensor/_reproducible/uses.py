@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from vescale_trace.values import collect, map_tensors
+from vescale_trace.values import fill, map_tensors, tensors_in
 
 from .._communication import events
 from .._conversions.convert import Convert, convert_tracked
@@ -122,14 +122,11 @@ def value_of(tensor: Tensor) -> Tensor:
 
 def apart(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments with a node for every tensor that has a gradient."""
-    tensors: list[Tensor] = []
-    collect(args, tensors)
-    collect(kwargs, tensors)
+    tensors = tensors_in((args, kwargs))
     if not is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return args, kwargs
     made = [_made(t, t, None) if t.requires_grad else t for t in reversed(tensors)]
-    queue = iter(reversed(made))
-    return map_tensors(args, lambda _: next(queue)), map_tensors(kwargs, lambda _: next(queue))
+    return fill((args, kwargs), reversed(made))
 
 
 def places(tensors: list[Tensor], skip: Tensor | None = None) -> dict[int, list[Tensor]] | None:
@@ -156,9 +153,7 @@ def handler_of(entry: Entry) -> Callable:
     """A handler that calls `entry` with a node for every use of a converted tensor."""
 
     def run(function: Any, args: tuple, kwargs: dict) -> Any:
-        tensors: list[Tensor] = []
-        collect(args, tensors)
-        collect(kwargs, tensors)
+        tensors = tensors_in((args, kwargs))
         if not tensors or not is_grad_enabled():
             return call_entry(entry, function, args, kwargs)
         writes = entry.inplace or kwargs.get("inplace") is True

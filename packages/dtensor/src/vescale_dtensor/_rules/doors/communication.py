@@ -23,7 +23,7 @@ from torch.distributed.nn import functional as differentiable
 from torch.overrides import handle_torch_function
 
 from vescale_trace.stack import frames, module_of, user_line
-from vescale_trace.values import collect
+from vescale_trace.values import tensors_in
 
 from ..._communication.endings import close
 from ..._communication.events import function_name
@@ -86,14 +86,16 @@ def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
     return Done() if kwargs.get("async_op") or any(a is True for a in args) else None
 
 
+def _distributed(given: Any) -> list[DTensor]:
+    return [tensor for tensor in tensors_in(given) if type(tensor) is DTensor]
+
+
 def _handing_over(function: Callable) -> Callable:
     """A collective of torch 2.11 that asks no class of tensors, as it does from 2.13 on: DTensors are asked here."""
 
     @wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        found: list[Tensor] = []
-        collect((args, kwargs), found)
-        found = [tensor for tensor in found if type(tensor) is DTensor]
+        found = _distributed((args, kwargs))
         if found and _is_torch_function_enabled():
             return handle_torch_function(function, found, *args, **kwargs)
         return function(*args, **kwargs)
@@ -110,10 +112,7 @@ for _name in _ALIKE:
 
 @handler(_functions(_PARTS))
 def parts(function: Callable, args: tuple, kwargs: dict) -> None:
-    found: list = []
-    for argument in (*args, *kwargs.values()):
-        found += [t for t in (argument if isinstance(argument, (tuple, list)) else [argument]) if type(t) is DTensor]
-    refuse(function_name(function), found)
+    refuse(function_name(function), _distributed((args, kwargs)))
 
 
 @handler(Tensor.is_complex, torch.is_complex)
@@ -158,9 +157,7 @@ def _method(kind: type, name: str, original: Callable) -> Callable:
 
 
 def _refuse_any(name: str, given: Any) -> None:
-    found: list[Tensor] = []
-    collect(given, found)
-    found = [tensor for tensor in found if type(tensor) is DTensor]
+    found = _distributed(given)
     if found and _is_torch_function_enabled():
         refuse(name, found)
 
@@ -187,9 +184,7 @@ def _refusing(function: Callable) -> Callable:
 
     @wraps(function)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        found: list[Tensor] = []
-        collect((args, kwargs), found)
-        found = [tensor for tensor in found if type(tensor) is DTensor]
+        found = _distributed((args, kwargs))
         if found:
             refuse(f"nn.functional.{function.__name__}", found)
         return function(*args, **kwargs)
