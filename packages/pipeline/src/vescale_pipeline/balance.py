@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from vescale_trace.meter import flops_of
 from vescale_trace.values import map_tensors, tensors_in
 
 from ._errors import PipelineError
@@ -31,30 +31,6 @@ from ._trace.memory import kept_as_it_was
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0
 """Operations that an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(*_each_head(query, key, value))
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, *_each_head(query, key, value))
-
-
-def _each_head(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, ...]]:
-    """Shapes with a head of key and value for each of the query's: torch's formulas of 2.11 take no groups."""
-    return [(*one.shape[:-3], query.shape[-3], *one.shape[-2:]) for one in (query, key, value)]
-
-
-_KERNELS = [
-    f"_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-]
-_FLOPS = {
-    **flop_registry,
-    **{getattr(torch.ops.aten, name): _attention for name in _KERNELS},
-    **{getattr(torch.ops.aten, f"{name}_backward"): _attention_backward for name in _KERNELS},
-}
 
 
 def balanced_cuts(
@@ -236,8 +212,7 @@ class _Counter(_Meter, TorchDispatchMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         if self._current is not None and not function.is_view:
-            flops = _FLOPS.get(function.overloadpacket)
-            computed = flops(*args, **kwargs, out_val=out) if flops is not None else 0
+            computed = flops_of(function.overloadpacket, args, kwargs, out)
             moved = sum(tensor.nbytes for tensor in (*tensors_in((args, kwargs)), *tensors_in(out)))
             self.costs[self._current] += max(computed / self._flops_per_byte, moved)
         return out

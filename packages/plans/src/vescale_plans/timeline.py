@@ -22,9 +22,8 @@ from torch import Tensor
 
 from vescale_dtensor.debug import Event
 from vescale_dtensor.engine import current_module
+from vescale_trace.meter import flops_of
 from vescale_trace.values import tensors_in
-
-from ._dry.meter import flops_of
 
 if TYPE_CHECKING:  # the planner builds on dry runs
     from .search.pricing.hardware import Hardware

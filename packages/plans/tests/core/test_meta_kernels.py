@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from vescale_plans._dry.meta_kernels import CHOICES, FLOPS, STAND_INS, received
-from vescale_plans._dry.meter import Meter, flops_of
+from vescale_plans._dry.meta_kernels import CHOICES, STAND_INS, received
+from vescale_plans._dry.meter import Meter
+from vescale_trace.meter import flops_of
 
 GROUPED = torch.ops.aten._grouped_mm.default
 OFFSETS = torch.tensor([3, 8, 16], dtype=torch.int32)
@@ -32,8 +33,8 @@ def test_grouped_products_are_counted_as_the_products_that_they_are():
     parts = x.split([3, 5, 8])
     with Meter() as meter:
         torch.cat([part @ weight for part, weight in zip(parts, weights)])
-    assert FLOPS[torch.ops.aten._grouped_mm](x, weights, OFFSETS) == meter.flops
-    assert FLOPS[torch.ops.aten._grouped_mm](x.t(), torch.randn(16, 32), OFFSETS) == meter.flops
+    assert flops_of(torch.ops.aten._grouped_mm, (x, weights, OFFSETS), {}, None) == meter.flops
+    assert flops_of(torch.ops.aten._grouped_mm, (x.t(), torch.randn(16, 32), OFFSETS), {}, None) == meter.flops
 
 
 ATTENTIONS = ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]

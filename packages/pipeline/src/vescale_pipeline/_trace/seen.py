@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_trace.effects import Slot
+from vescale_trace.meter import ON_META
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._torch_private import TorchDispatchMode
@@ -108,7 +109,7 @@ class Seen(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in function.tags
         if draws and isinstance(generator := kwargs.get("generator"), torch.Generator):
             self._generators.setdefault(id(generator), (generator, generator.get_state()))
-        out = _STAND_INS.get(function, function)(*args, **kwargs)
+        out = ON_META.get(function, function)(*args, **kwargs)
         if draws:
             self._note_draw(function, args, kwargs)
         if self._slots:
@@ -150,13 +151,3 @@ class Seen(TorchDispatchMode):
     def _stands_for(self, tensor: Tensor, slots: list[Slot]) -> None:
         self._slots[memory_of(tensor)] = slots
         self._alive.append(tensor)
-
-
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype=None):
-    """torch's own takes bfloat16 alone on meta, whatever the kernels take."""
-    if left.is_meta and left.ndim == 2 and right.ndim == 3:
-        return left.new_empty(left.shape[0], right.shape[2], dtype=out_dtype)
-    return torch.ops.aten._grouped_mm.default(left, right, offs, bias, out_dtype)
-
-
-_STAND_INS = {torch.ops.aten._grouped_mm.default: _grouped_mm} if hasattr(torch.ops.aten, "_grouped_mm") else {}

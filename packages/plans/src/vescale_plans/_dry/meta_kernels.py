@@ -1,6 +1,6 @@
 """Operators that torch refuses where a dry run needs them: on meta tensors, or on real integers that stand beside them.
 
-grouped products   torch's own shape function takes bfloat16 alone, whatever the kernels take
+grouped products   `vescale_trace.meter`'s own shape function
 what is received   integers are real, and nobody sends any: they are 0, a place that every table has
 histograms         code that asks a tensor for its device finds "meta", and casts as for a GPU: a CPU counts no int32
 counts             how many there are depends on the largest value, and torch gives no shape: where code says how many
@@ -19,23 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_trace.meter import ON_META
 from vescale_trace.values import tensors_in
 
 aten = torch.ops.aten
-
-
-def _grouped_mm(
-    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
-) -> Tensor:
-    """[T, K] x [G, K, N] -> [T, N], [G, M, K] x [K, T] -> [M, T], [M, T] x [T, N] -> [G, M, N], and stacks."""
-    if not left.is_meta:
-        return aten._grouped_mm.default(left, right, offs, bias, out_dtype)
-    rows, columns = left.shape[-2], right.shape[-1]
-    if left.ndim == right.ndim:
-        shape = (offs.shape[0] if left.ndim == 2 else left.shape[0], rows, columns)
-    else:
-        shape = (rows, columns)
-    return left.new_empty(shape, dtype=out_dtype)
 
 
 def _histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
@@ -50,13 +37,6 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
     if weights is None:
         return values.new_empty(minlength, dtype=torch.int64)
     return values.new_empty(minlength, dtype=torch.float32 if weights.dtype is torch.float32 else torch.float64)
-
-
-def _grouped_flops(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Operations of grouped products: every row, or column, meets one group's matrix."""
-    if left.ndim == right.ndim == 3:
-        return 2 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
-    return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def _evenly(shape: torch.Size, dim: int, choices: int) -> Tensor:
@@ -101,11 +81,7 @@ def received(function: Callable) -> Callable:
 
 
 CHOICES: dict[Any, Callable] = {aten.topk.default: _topk, aten.argmax.default: _argmax, aten.max.dim: _max}
-STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc, aten.bincount.default: _bincount}
+STAND_INS: dict[Any, Callable] = {**ON_META, aten.histc.default: _histc, aten.bincount.default: _bincount}
 c10d = torch.ops.c10d
 for _collective in (c10d.alltoall_base_, c10d.alltoall_, c10d.recv_):
     STAND_INS[_collective.default] = received(_collective.default)
-FLOPS: dict[Any, Callable] = {}
-if hasattr(aten, "_grouped_mm"):
-    STAND_INS[aten._grouped_mm.default] = _grouped_mm
-    FLOPS[aten._grouped_mm] = _grouped_flops

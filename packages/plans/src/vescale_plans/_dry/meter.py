@@ -18,15 +18,15 @@ from functools import wraps
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from vescale_dtensor.engine import under_mode, watched
+from vescale_trace.meter import flops_of
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._apply.generators import note_generator
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode
 from .higher_order import check_plain
-from .meta_kernels import CHOICES, FLOPS, STAND_INS
+from .meta_kernels import CHOICES, STAND_INS
 from .scratch import Scratch
 
 HOST = "host"  # the kind of storages that stand for memory of the host
@@ -144,38 +144,6 @@ class Meter(TorchDispatchMode):
         kind, size = self._known.pop(key)
         if kind != HOST:
             self.live[kind] -= size
-
-
-def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_flop_count(*_each_head(query, key, value))
-
-
-def _attention_backward(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(gradient.shape, *_each_head(query, key, value))
-
-
-def _each_head(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, ...]]:
-    """Shapes with a head of key and value for each of the query's: torch's formulas of 2.11 take no groups."""
-    return [(*one.shape[:-3], query.shape[-3], *one.shape[-2:]) for one in (query, key, value)]
-
-
-_KERNELS = [
-    f"_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-]
-# torch's own formulas; those of 2.13 have none for its CPU kernel of attention.
-_FLOPS = {
-    **FLOPS,
-    **flop_registry,
-    **{getattr(torch.ops.aten, name): _attention for name in _KERNELS},
-    **{getattr(torch.ops.aten, f"{name}_backward"): _attention_backward for name in _KERNELS},
-}
-
-
-def flops_of(packet, args: tuple, kwargs: dict, out) -> int:
-    """Floating point operations of an operator; 0 for what is neither product, convolution nor attention."""
-    count = _FLOPS.get(packet)
-    return count(*args, **kwargs, out_val=out) if count is not None else 0
 
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
