@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from vescale_checkpoint import ConflictError, CorruptError, FormatError, StorageError, close, load, save
 from vescale_checkpoint._job import SaveJob
+from vescale_checkpoint.io import _storage
 from vescale_checkpoint.io._commit import Draft
-from vescale_checkpoint.testing import failing, intercepted, short_writes
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_dtensor.testing import failing, intercepted, mesh_of, raises_on_all, run_ranks, short_writes
 
 ROWS = 40_000
 
@@ -74,7 +74,7 @@ WHERE = {
 def save_where_it_fails(path, victim, where, code, asynchronous):
     name, on = WHERE[where]
     faulty = dist.get_rank() == victim
-    with intercepted(failing(name, code, on)) if faulty else contextlib.nullcontext():
+    with intercepted(_storage, failing(name, code, on)) if faulty else contextlib.nullcontext():
         bounded(lambda: save(path, state_of(2), asynchronous=asynchronous).wait())
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_grow(tmp_path, victim):
 
 def test_short_writes_are_continued(tmp_path):
     def run():
-        with intercepted(short_writes(997)):
+        with intercepted(_storage, short_writes(997)):
             save(tmp_path, state_of(1))
 
     run_ranks(2, run)
@@ -131,7 +131,7 @@ def test_short_writes_are_continued(tmp_path):
 
 def test_a_background_failure_is_raised_once_by_what_comes_next(tmp_path):
     def run(path, surface):
-        with intercepted(failing("fsync", errno.EIO)):
+        with intercepted(_storage, failing("fsync", errno.EIO)):
             saving = save(path, state_of(1), asynchronous=True)
             while not saving.done:
                 time.sleep(0.01)
@@ -163,7 +163,7 @@ def test_a_draft_taken_away_is_not_the_cause(tmp_path):
             time.sleep(0.0 if first else 0.3)
             return write(job)
 
-        with pytest.MonkeyPatch.context() as patched, intercepted(failing("fsync", errno.EIO)):
+        with pytest.MonkeyPatch.context() as patched, intercepted(_storage, failing("fsync", errno.EIO)):
             patched.setattr(Draft, "discard", slowly_discarded)
             patched.setattr(SaveJob, "_write", slowly_written)
             with pytest.raises(StorageError, match="Input/output error"):

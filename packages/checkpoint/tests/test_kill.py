@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vescale_checkpoint import load, save
-from vescale_checkpoint.testing import intercepted, killed_at
+from vescale_checkpoint.io import _storage
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import in_turns, mesh_of, slice_of
+from vescale_dtensor.testing import in_turns, intercepted, killed_at, mesh_of, slice_of
 
 RANKS, CALLS = 2, 18  # the second save makes about so many calls that change the disk
 
@@ -34,7 +34,7 @@ def save_twice(rank, path, dying):
     number = dying[rank]
     started = time.monotonic()
     try:
-        with intercepted(killed_at(number)) as calls:
+        with intercepted(_storage, killed_at(number)) as calls:
             save(path, state_of(2))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started

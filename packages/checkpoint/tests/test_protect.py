@@ -27,8 +27,9 @@ from vescale_checkpoint import (
 )
 from vescale_checkpoint.io import _node
 from vescale_checkpoint.io._commit import Root
+from vescale_checkpoint.sync import _presence
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import World, mesh_of, run_ranks
 
 LOST = "no node that is left has all of it"
 
@@ -59,6 +60,7 @@ class Dies:
 
 def killed(rank, top, copies):
     """Four ranks on two nodes; the disk has step 1, memory steps 2 and 4, and rank 3 is killed when 6 is to be kept."""
+    _presence.SILENT_S, _presence.BEAT_S = 4.0, 0.2
     os.environ["VESCALE_PROTECT_DIR"] = f"{top}/node-{rank // 2}"
     state = {"dies": Dies(lambda: rank == 3 and state["step"] == 6)}
     with protect(f"{top}/run", state, every=2, copies=copies) as protected:
@@ -74,10 +76,8 @@ def killed(rank, top, copies):
 @pytest.fixture(scope="module", params=[1, 0])
 def left(request, tmp_path_factory):
     """What a job that was killed has left, with a copy on the other node, and without."""
-    from vescale_checkpoint.testing import World
-
     top = tmp_path_factory.mktemp("left")
-    world = World(4, killed, (top, request.param))
+    world = World(4, killed, (top, request.param), preload=["vescale_checkpoint"])
     try:
         answers = world.answers()
     finally:

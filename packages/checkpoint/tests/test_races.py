@@ -20,9 +20,8 @@ from vescale_checkpoint.io._storage import LocalStorage
 from vescale_checkpoint.sync import _presence, _sync
 from vescale_checkpoint.sync._presence import Beat, Presence
 from vescale_checkpoint.sync._sync import Session
-from vescale_checkpoint.testing import failing, intercepted
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import in_turns, mesh_of, raises_on_all, run_ranks
+from vescale_dtensor.testing import failing, in_turns, intercepted, mesh_of, raises_on_all, run_ranks
 
 
 def value_of(step):
@@ -127,7 +126,7 @@ def test_resharding_beside_a_save_in_the_background(tmp_path):
 def test_values_change_as_soon_as_an_asynchronous_save_returns(tmp_path):
     def run():
         state = {**state_of(1), "notes": [1, {"deep": 2}]}
-        with intercepted(slowly("writev")):
+        with intercepted(_storage, slowly("writev")):
             saving = save(tmp_path, state, asynchronous=True)
             state["w"].to_local().zero_()
             state["notes"][1]["deep"] = state["step"] = 9
@@ -171,7 +170,7 @@ def test_an_early_sync_that_fails_is_not_forgotten(tmp_path, victim):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(_storage, "FLUSH_BYTES", 1)
             faulty = dist.get_rank() == victim
-            with intercepted(failing("fdatasync", errno.EIO)) if faulty else contextlib.nullcontext():
+            with intercepted(_storage, failing("fdatasync", errno.EIO)) if faulty else contextlib.nullcontext():
                 save(tmp_path, state_of(1))
 
     assert os.strerror(errno.EIO) in raises_on_all(2, StorageError, run)

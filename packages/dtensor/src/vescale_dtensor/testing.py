@@ -42,9 +42,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ._communication.agreement import assert_ranks_agree
 from ._test_kit import worker
+from ._test_kit.agreement import assert_ranks_agree
 from ._test_kit.allocations import Allocations, allocations
+from ._test_kit.faults.calls import failing, intercepted, killed_at, short_writes
+from ._test_kit.faults.world import World
 from ._test_kit.fitting import fitting
 from ._test_kit.live_bytes import LiveBytes
 from ._test_kit.ports import free_port
@@ -59,19 +61,24 @@ __all__ = [
     "LiveBytes",
     "RankError",
     "RankTimeout",
+    "World",
     "WorldStartError",
     "allocations",
     "assert_ranks_agree",
     "dumps",
+    "failing",
     "fake_world",
     "fitting",
     "free_port",
     "in_turns",
+    "intercepted",
+    "killed_at",
     "loads",
     "mesh_of",
     "python_state_programs",
     "raises_on_all",
     "run_ranks",
+    "short_writes",
     "shutdown",
     "slice_of",
     "warm_up",

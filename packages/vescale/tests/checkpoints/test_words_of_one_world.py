@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 import vescale
-from vescale_checkpoint.testing import World
 from vescale_dtensor._communication import endings
 from vescale_dtensor._communication.hangs import hang
 from vescale_dtensor._debugger.session import Wire
 from vescale_dtensor.engine import namespace
+from vescale_dtensor.testing import World
 
 PLANS = {
     "zero": vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=2),
@@ -59,7 +59,7 @@ def test_each_world_has_words_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("VESCALE_HANG_DIR", str(tmp_path / "hangs"))
     seen, before = [], None
     for _ in range(2):
-        world = World(2, words, [tmp_path], before)
+        world = World(2, words, [tmp_path], before, ["vescale"])
         try:
             answers = world.answers()
         finally:

@@ -119,7 +119,7 @@ def bound_seconds() -> float:
 def _last_seconds(wait: Wait, world: dist.ProcessGroup) -> float:
     """Returns how long a wait may take for ranks that move: a little less than its backend's, or any, if that is not
     known."""
-    groups = [wait.mark[2].process_group() or world] if isinstance(wait.mark, recorder.Noted) else all_groups()
+    groups = [wait.mark[2].process_group() or world] if isinstance(wait.mark, list) else all_groups()
     return _LAST * max((limit for group in groups for limit in backend_timeouts(group)), default=math.inf)
 
 
