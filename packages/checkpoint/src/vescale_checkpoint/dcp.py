@@ -22,7 +22,7 @@ from .foreign import _inert_pickle as inert
 from .foreign._inert_pickle import Budget, Global, InertError, Record, check_plain
 from .format._box import partition_fault, row_major
 from .format._dtypes import DTYPES, SIZES
-from .format._text import reason_of, shown
+from .format._text import natural, reason_of, shown, text_of
 from .format._values import encode
 from .io._storage import Reader, Storage, guarded
 from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
@@ -76,13 +76,13 @@ class _Folder:
             if found.get("transform_descriptors"):
                 raise ValueError("its bytes are transformed (compressed)")
             offset = None if key.get("offset") is None else _sizes(key["offset"])
-            place = (plain_name(_text(found["relative_path"])), _natural(found["offset"]), _natural(found["length"]))
-            places[_text(key["fqn"]), offset] = place
+            place = (plain_name(text_of(found["relative_path"])), natural(found["offset"]), natural(found["length"]))
+            places[text_of(key["fqn"]), offset] = place
         tensors: dict[str, Any] = {}
         values: dict[str, Any] = {}
         try:
             for name, kept in self._fields["state_dict_metadata"].items():
-                if _text(name) and kept.kind.name == "TensorStorageMetadata":
+                if text_of(name) and kept.kind.name == "TensorStorageMetadata":
                     tensors[name] = self._tensor(name, _state(kept, "metadata", "TensorStorageMetadata"), places)
                 else:
                     self._value(name, places, values)
@@ -230,18 +230,6 @@ def _described(value: Any) -> str:
     return f"{shown(value.kind.module)}.{shown(value.kind.name)}" if type(value) is Record else shown(value)
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{shown(value)} is no text")
-    return value
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{shown(value)} is not a size")
-    return value
-
-
 def _properties(record: Any) -> Any:
     """The dtype in a TensorProperties, whose state is a tuple that begins with it, or a dict."""
     if type(record) is not Record or record.kind.name != "TensorProperties":
@@ -275,4 +263,4 @@ def _sizes(value: Any) -> tuple[int, ...]:
     value = value.arguments[0] if type(value) is Record and value.kind == Global("torch", "Size") else value
     if type(value) is not tuple or len(value) > MOST_DIMS:
         raise ValueError(f"{shown(value)} are no sizes")
-    return tuple(map(_natural, value))
+    return tuple(map(natural, value))

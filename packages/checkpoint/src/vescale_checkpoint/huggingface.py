@@ -69,11 +69,7 @@ def export_huggingface(
     """
     with session_of("export") as session:
         first = first_names(model)
-        own = {
-            name: FullTensor(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
-            for name, value in model.state_dict().items()
-            if isinstance(value, Tensor) and first.get(name, name) == name
-        }
+        own = _own(model.state_dict(), first)
         own = {one.name: one for name, whole in own.items() for one in in_parts(whole, (places or {}).get(name))}
         tensors = _of_all_ranks(session, own)
         config = getattr(model, "config", None) if config is None else config
@@ -98,11 +94,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     with session_of("whole_state_dict") as session:
         first = first_names(model)
         state = model.state_dict()
-        own = {
-            name: FullTensor(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
-            for name, value in state.items()
-            if isinstance(value, Tensor) and first.get(name, name) == name
-        }
+        own = _own(state, first)
         made: dict[str, Any] = {}
         for one in _of_all_ranks(session, own):
             value = one.make()
@@ -119,6 +111,15 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     tied = {alias: made[name] for alias, name in firsts.items() if alias not in made and name in made}
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     return {**dict.fromkeys(state), **made, **tied, **rest}
+
+
+def _own(state: Mapping[str, Any], first: Mapping[str, str]) -> dict[str, FullTensor]:
+    """The tensors of a state, tied ones under their `first` name alone."""
+    return {
+        name: FullTensor(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
+        for name, value in state.items()
+        if isinstance(value, Tensor) and first.get(name, name) == name
+    }
 
 
 def in_parts(whole: FullTensor, places: Sequence[Place] | None) -> Iterator[FullTensor]:

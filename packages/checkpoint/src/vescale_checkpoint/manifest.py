@@ -19,7 +19,7 @@ from ._errors import CorruptError, FormatError
 from .format._box import Box, full_box, partition_fault, volume
 from .format._dtypes import SIZES
 from .format._json import check_levels, parse_json
-from .format._text import reason_of, shown
+from .format._text import natural, reason_of, shown, text_of
 
 NAME = "manifest.json"
 FORMAT = "vescale-checkpoint"
@@ -176,7 +176,7 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
             )
         about = _mapping(fields.get("about", {}))
         check_levels([fields["values"], about])
-        block = _natural(fields["block_bytes"])
+        block = natural(fields["block_bytes"])
         _require(block > 0, "block_bytes is 0")
         files = {plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
         shapes: _Shapes = {}
@@ -185,8 +185,8 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
         }
         _check_bytes(files, tensors)
         return Manifest(
-            step=_natural(fields["step"]),
-            identity=_text(fields["identity"]),
+            step=natural(fields["step"]),
+            identity=text_of(fields["identity"]),
             block_bytes=block,
             files=files,
             tensors=tensors,
@@ -214,7 +214,7 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
             known = None
     if known is None:
         _require(len(shape) <= MOST_DIMS, f"tensor {name!r} has {len(shape)} dims")
-        shape = tuple(map(_natural, shape))
+        shape = tuple(map(natural, shape))
         known = shapes[shape] = shape, full_box(shape), [[0, length] for length in shape], prod(shape)
     shape, outer, outer_json, count = known
     sections = []
@@ -243,7 +243,7 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
             if section.stop - section.start != volume(section.box) * size:
                 raise ValueError(f"tensor {name!r}: {section.stop - section.start} bytes for the box {section.box}")
     tied = entry.get("tied", ())
-    return Stored(dtype, shape, tuple(sections), tuple(map(_text, tied)) if tied != () else ())
+    return Stored(dtype, shape, tuple(sections), tuple(map(text_of, tied)) if tied != () else ())
 
 
 def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -> None:
@@ -269,9 +269,9 @@ def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -
 
 def _file_info(info: Any) -> FileInfo:
     nbytes, header_nbytes, check = info
-    _require(len(_text(check)) == 8, f"{shown(check)} is no checksum")
-    _require(_natural(header_nbytes) <= MOST_BYTES, f"a header of {header_nbytes} bytes")
-    return FileInfo(_natural(nbytes), _natural(header_nbytes), check)
+    _require(len(text_of(check)) == 8, f"{shown(check)} is no checksum")
+    _require(natural(header_nbytes) <= MOST_BYTES, f"a header of {header_nbytes} bytes")
+    return FileInfo(natural(nbytes), natural(header_nbytes), check)
 
 
 def plain_name(name: str) -> str:
@@ -283,21 +283,9 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{shown(value)} is not a size")
-    return value
-
-
 def _pair(value: Any) -> tuple[int, int]:
-    major, minor = map(_natural, value)
+    major, minor = map(natural, value)
     return major, minor
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"{shown(value)} is no text")
-    return value
 
 
 def _mapping(value: Any) -> dict:

@@ -162,8 +162,11 @@ class Reversed(torch.nn.Module):
 def positions_mixed():
     """As within the forward of a model under a plan with a context axis."""
     model = torch.nn.ModuleDict({"mixer": Reversed()})
-    with mixing.sequences_cut(engine_mesh(mesh()), 1, model):
+    mixing.enter(engine_mesh(mesh()), 1, model)
+    try:
         model.mixer(sharded(2, 8, 4, placements=(R, Shard(1))))
+    finally:
+        mixing.leave(model)
 
 
 # name -> (error, what raises it). Every text is the same on all ranks.

@@ -7,6 +7,8 @@ longer than any memory, where parts are shared.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vescale_trace.text import printable as escaped
 from vescale_trace.text import shown as shown
 
@@ -21,6 +23,20 @@ def printable(text: str, most: int = MOST_CHARACTERS, *, lines: bool = False) ->
     if len(text) > most:
         text = f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
     return escaped(text, lines=lines)
+
+
+def text_of(value: Any) -> str:
+    """Returns a text. Raises ValueError for anything else."""
+    if type(value) is not str:
+        raise ValueError(f"{shown(value)} is no text")
+    return value
+
+
+def natural(value: Any) -> int:
+    """Returns a size. Raises ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{shown(value)} is not a size")
+    return value
 
 
 def reason_of(error: BaseException) -> str:

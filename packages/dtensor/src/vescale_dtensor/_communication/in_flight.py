@@ -193,13 +193,6 @@ class GatherInFlight:
 left_to_readers: dict[GatherInFlight, ref] = {}
 
 
-def end_left() -> None:
-    """Waits for what was left to readers that did not come."""
-    for gather in tuple(left_to_readers):
-        gather.wait()
-    left_to_readers.clear()
-
-
 class RowsInFlight:
     """An all-to-all of rows in flight: the next `sends[r]` of `rows` go to rank r of the axis."""
 

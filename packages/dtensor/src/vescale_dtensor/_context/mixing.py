@@ -9,8 +9,6 @@ a plan with a context axis runs, and for activations alone: of places, masks and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -73,16 +71,6 @@ def leave(root: nn.Module) -> None:
         _running.pop()
     if not _running:
         convert.about_to_move = None
-
-
-@contextmanager
-def sequences_cut(mesh: Mesh, axis: int, root: nn.Module) -> Iterator[None]:
-    """`enter` and `leave` around a block."""
-    enter(mesh, axis, root)
-    try:
-        yield
-    finally:
-        leave(root)
 
 
 def note_read(layout: Layout, dim: int, position: int) -> None:

@@ -6,6 +6,7 @@ plain tensors of one device, which then owns all blocks: so one device and every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -38,6 +39,11 @@ class Solved:
                 count = fine_count(layout.shape[dim]) if count is None else count
                 return cut_of(self.call.name, layout, dim, count, split)
         raise KeyError(label)
+
+    def running(self, run: Callable[..., Tensor]) -> Decision:
+        """The decision, of `run` on the local tensors."""
+        self.decision.run = run
+        return self.decision
 
 
 def solved(call: Call, signature: Signature | None, adds: bool = True) -> Solved | None:

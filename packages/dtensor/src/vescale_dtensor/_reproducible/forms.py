@@ -70,8 +70,7 @@ def linear(call: Call, splits: Splits) -> Decision | None:
         out = Product.apply(input, weight, labels, cuts)
         return out if bias is None else out + expanded(bias, (0,), tuple(out.shape), dims, spread)
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 def _outputs(n: int, k: int, splits: Splits) -> int:
@@ -133,8 +132,7 @@ def _pair(call: Call, splits: Splits, signature) -> Decision | None:
         a, b = (x.reshape([x.shape[d] for d in kept]) for x, kept in zip((a, b), keeps))
         return Product.apply(a, b, labels, cuts)
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 # --- elementwise ----------------------------------------------------------------------------
@@ -175,8 +173,7 @@ def elementwise(call: Call, signature: Signature, function: Callable) -> Decisio
         kwargs = {name: spread(a) for name, a in kwargs.items()}
         return compute(*args, **kwargs)
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 def _local_sizes(found: Solved, labels: tuple) -> list[int]:
@@ -231,8 +228,7 @@ def _reduction(call: Call, mean: bool) -> Decision | None:
                 out = out.unsqueeze(dim)
         return out
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 @form(torch.sum, Tensor.sum)

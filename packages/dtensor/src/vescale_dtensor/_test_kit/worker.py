@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _second
-from .._communication.in_flight import end_left
+from .._communication.in_flight import left_to_readers
 from .._dispatch import fallback
 from .._torch_private import all_groups
 
@@ -328,7 +328,8 @@ def _answer(rank: int, request: bytes) -> Answer:
         with warnings.catch_warnings():
             value = function(*args, **kwargs)
         if device_type == "second":
-            end_left()
+            for gather in tuple(left_to_readers):  # to readers that did not come
+                gather.wait()
             _second.check_at_rest()
     except BaseException as error:
         answer = _raised(rank, error, expected)

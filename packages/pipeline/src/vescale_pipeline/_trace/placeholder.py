@@ -102,7 +102,7 @@ def _once_more(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weight: bool = False) -> Placeholder:
-    """Makes a fresh meta tensor a placeholder; it changes the object."""
+    """Makes a tensor, fresh and meta as a rule, a placeholder; it changes the object."""
     meta.__class__ = Placeholder
     meta.key, meta.origin, meta.home, meta.is_weight = key, origin, home, is_weight
     return meta
@@ -119,8 +119,7 @@ def lost_output(template: Placeholder, why: Any) -> Placeholder:
 
 def become(tensor: Tensor, made: Placeholder) -> None:
     """Makes a plain tensor that user code holds the placeholder `made`: from now on its value is elsewhere."""
-    tensor.__class__ = Placeholder
-    tensor.key, tensor.origin, tensor.home, tensor.is_weight = made.key, made.origin, made.home, made.is_weight
+    placeholder(tensor, made.key, made.origin, made.home, made.is_weight)
 
 
 def change_places(parameter: Tensor, made: Placeholder) -> None:

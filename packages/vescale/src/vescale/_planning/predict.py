@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from vescale_pipeline import Costs, Schedule, generate, simulate
+from vescale_pipeline import Costs, simulate
 from vescale_plans import Pipeline
 from vescale_plans.search import Prediction
 from vescale_plans.search import predict as _predict
 from vescale_plans.search.pricing.predict import Pace
 from vescale_trace.arguments import typed_call
 
+from .._stages import unproved
 from .from_config import as_plan
 
 
@@ -20,12 +21,8 @@ def makespan(
     pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float, pace: Pace
 ) -> float:
     """Seconds of the plan's schedule, of whose backwards half is for inputs where it tells them apart."""
-    if isinstance(pipeline.schedule, str):
-        schedule = generate(pipeline.schedule, ranks, pipeline.microbatches, pipeline.virtual)
-    else:
-        schedule = Schedule.from_json(pipeline.schedule)
     half = [seconds / 2 for seconds in backward]
-    return simulate(schedule, Costs(forward, half, half, transfer)).makespan_at(pace)
+    return simulate(unproved(pipeline, ranks), Costs(forward, half, half, transfer)).makespan_at(pace)
 
 
 if TYPE_CHECKING:  # one signature for both

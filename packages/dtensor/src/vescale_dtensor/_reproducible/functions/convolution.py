@@ -50,8 +50,7 @@ def convolution(call: Call, splits: Splits) -> Decision | None:
         out = Product.apply(columns, weight, labels, cuts)
         return out if bias is None else out + expanded(bias, (0,), tuple(out.shape), others, spread)
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 def _each(value, n: int) -> tuple:

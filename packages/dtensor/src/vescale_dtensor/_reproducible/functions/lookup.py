@@ -110,8 +110,7 @@ def embedding(call: Call, splits: Splits) -> Decision | None:
             out = torch.where(pad, out.detach(), out)
         return out
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)
 
 
 class ClassLoss(Function):
@@ -195,5 +194,4 @@ def cross_entropy(call: Call, splits: Splits) -> Decision | None:
             losses = losses / samples
         return losses.to(x.dtype)
 
-    found.decision.run = run
-    return found.decision
+    return found.running(run)

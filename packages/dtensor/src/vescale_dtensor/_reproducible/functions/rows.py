@@ -84,8 +84,7 @@ def _over_rows(call: Call, centered: bool) -> Decision | None:
             out = out + expanded(wide(bias), every, full, dims, cuts)
         return out.to(x.dtype)
 
-    answer.decision.run = run
-    return answer.decision
+    return answer.running(run)
 
 
 @form(F.layer_norm, torch.layer_norm)
@@ -147,5 +146,4 @@ def softmax(call: Call, splits: Splits) -> Decision | None:
         kind = dtype or next((a for a in args if isinstance(a, torch.dtype)), None) or input.dtype
         return Softmax.apply(wide(input).movedim(dim, -1), log, False).movedim(-1, dim).to(kind)
 
-    answer.decision.run = run
-    return answer.decision
+    return answer.running(run)
