@@ -59,6 +59,7 @@ COMMUNICATES = {
         "namespace",  # sends the name of a world to its ranks, once
         "session",  # what ranks tell each other while they stand in the debugger
         "worker",  # a rank of the test pool
+        "world",  # of the test kit, whose ranks may be killed
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing
         "testing",
         "transfer",  # sends and receives blocks of keys and values
@@ -67,7 +68,6 @@ COMMUNICATES = {
         "_torch_private",  # names parts of it; sends nothing
         "_neighbours",  # copies files from node to node
         "_sync",  # what ranks tell each other during a save or a load
-        "testing",
     },
     "pipeline": {
         "_torch_private",  # names parts of it; sends nothing

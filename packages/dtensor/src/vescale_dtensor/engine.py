@@ -111,6 +111,7 @@ from ._tensor.tensor import local_only as local_only
 from ._tensor.tensor import requires_grad as requires_grad
 from ._tensor.tensor import set_plain_grad as set_plain_grad
 from ._tensor.tensor import set_reduced_grad as set_reduced_grad
+from ._torch_private import fake_store as fake_store
 from ._torch_range import OLDEST_TORCH as OLDEST_TORCH
 from ._torch_range import is_supported_torch as is_supported_torch
 from ._torch_range import supported_torch as supported_torch

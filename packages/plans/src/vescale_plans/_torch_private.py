@@ -244,13 +244,6 @@ def functorch_config() -> Any:
     return config
 
 
-def fake_store() -> Any:
-    """The store of the backend "fake", which importing it registers. Instead: a public one."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
 def composable_state_key() -> str:
     """Returns the key under which torch notes that it distributes a module; the import takes as long as all of
     vescale's own.

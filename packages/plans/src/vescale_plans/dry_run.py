@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor.debug import Event, comm_trace
-from vescale_dtensor.engine import faking, unstopped
+from vescale_dtensor.engine import fake_store, faking, unstopped
 from vescale_rng import is_deferred
 from vescale_trace.values import map_tensors
 
@@ -34,7 +34,7 @@ from ._dry.meter import HOST
 from ._dry.meter import Meter as Meter
 from ._plan.parts import PlanError
 from ._plan.table import amount
-from ._torch_private import fake_store, meta_collectives
+from ._torch_private import meta_collectives
 from .plan import Plan
 from .timeline import Recorder, Timeline
 

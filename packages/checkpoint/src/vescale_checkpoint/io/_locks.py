@@ -24,13 +24,8 @@ def leased(storage: Storage, path: str) -> Iterator[bool]:
     except OSError:  # a file system without locks: nothing is deleted there either
         yield True
         return
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(lock)
+    with _held(lock):
+        yield lock is not None
 
 
 @contextlib.contextmanager
@@ -40,13 +35,17 @@ def unused(path: str) -> Iterator[bool]:
         lock = lock_of(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock = None
-    if lock is None:
-        yield False
-        return
+    with _held(lock):
+        yield lock is not None
+
+
+@contextlib.contextmanager
+def _held(lock: int | None) -> Iterator[None]:
     try:
-        yield True
+        yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def lock_of(path: str, how: int) -> int | None:

@@ -23,10 +23,10 @@ import fcntl
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -51,13 +51,6 @@ _EQUAL = frozenset({"all_gather", "all_reduce"})
 """Kinds of which every rank receives equally many bytes."""
 _NUMBERS = 1 << 32
 _MOST_KNOWN = 4096
-
-
-class Group(Protocol):
-    """What a collective is asked for over (`flight_recorder.RankGroup`)."""
-
-    axes: Sequence[str]
-    process_group: Callable[[], dist.ProcessGroup | None]
 
 
 class Board:
@@ -98,16 +91,18 @@ class Board:
         self._texts = [_text_of(rank, place) for place in range(_PLACES)]
         atexit.register(path.unlink, missing_ok=True)
 
-    def post(self, kind: str, received: int, asked: Group) -> None:
-        """This rank begins a collective. Raises CommunicationError where another rank's of the same number differs, and
-        ends the group's connections: whoever waits there gets an error, too."""
+    def post(self, kind: str, received: int, asked: Any) -> None:
+        """This rank begins a collective over a `RankGroup`. Raises CommunicationError where another rank's of the same
+        number differs, and ends the group's connections: whoever waits there gets an error, too."""
         self._count = number = self._count + 1
         if not self._others:
             if not self._is_open:
                 self._open()
             if not self._others:
                 return
-        key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), events._current)
+        function = events._current  # by name: what is known here holds nothing of the program's
+        name = function if type(function) is str else getattr(function, "__name__", None)
+        key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), name)
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST_KNOWN:
@@ -130,7 +125,7 @@ class Board:
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
-    def _refuse(self, other: int, asked: Group) -> None:
+    def _refuse(self, other: int, asked: Any) -> None:
         line, place = user_line(), self._count % _PLACES
         operands = []
         for rank in sorted((self._rank, other)):
@@ -195,13 +190,12 @@ def _remove_left() -> None:
                 os.close(file)
 
 
-def _described(kind: str, received: int, is_recorded: bool, function: object) -> tuple[int, bytes]:
+def _described(kind: str, received: int, is_recorded: bool, name: str | None) -> tuple[int, bytes]:
     """A collective's digest, and what it is in words of a fixed length. Who asked is no part of the digest; and what
     ranks tell each other, some of them perhaps in a handler of an exception, is so with gradients or without."""
     compared = f"{kind} of {received:,} B" if received else kind
     if kind != "gather_objects":
         compared += f", {'with' if is_recorded else 'without'} gradients"
-    name = function if isinstance(function, str) else getattr(function, "__name__", None)
     text = f"{compared}, for {events.function_name(name)}" if name else compared
     return zlib.crc32(compared.encode()), text.encode()[:_TEXT].ljust(_TEXT)
 

@@ -26,6 +26,7 @@ from vescale_trace.environment import seconds as seconds_of
 from vescale_trace.stack import PACKAGES, module_of
 
 from .._communication import events
+from .._communication.hangs.words import named_ranks
 from .._tensor import tensor
 from . import session
 from .guard import together
@@ -149,7 +150,7 @@ class Prompt(pdb.Pdb):
         for text, ranks in different.items():
             lines = text.rstrip("\n").splitlines() or ["(nothing)"]
             more = [f"... {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
-            head = f"{session._ranks(ranks)}: "
+            head = f"{named_ranks(ranks)}: "
             self._print("\n".join([head + lines[0], *(" " * len(head) + one for one in lines[1:_MOST_LINES]), *more]))
 
     def _typed(self) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .._communication.endings import first_ending
+from .._communication.hangs.words import named_ranks
 from .._communication.namespace import namespace
 from .._errors import CommunicationError
 
@@ -172,7 +173,7 @@ class Stop:
             if time.monotonic() - told > ARRIVAL_SECONDS:
                 told = time.monotonic()
                 late = sorted(self.present - found.keys() - {self.rank})
-                tell(f"waiting for {_ranks(late)} to execute it")
+                tell(f"waiting for {named_ranks(late)} to execute it")
             return all_said()
 
         self._look_for(patient)
@@ -343,8 +344,3 @@ def answer_where(store: dist.Store, rank: int, answered: str | None, place: Call
 def is_open(store: dist.Store) -> bool:
     """True if a person debugs: then others wait, and do not hang."""
     return Wire(store).get("open") == "1"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

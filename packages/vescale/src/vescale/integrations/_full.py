@@ -10,11 +10,6 @@ from vescale_dtensor import DTensor
 from vescale_trace.values import map_tensors
 
 
-def is_first() -> bool:
-    """True on the rank that writes."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def barrier() -> None:
     """Waits for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -32,7 +32,8 @@ from vescale_plans import Loader, Plan, PlanError, adopt, no_sync
 from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
-from ._full import barrier, full, is_first
+from ..metrics import is_first
+from ._full import barrier, full
 
 
 def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:

@@ -14,7 +14,8 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from ._full import barrier, full, is_first
+from ..metrics import is_first
+from ._full import barrier, full
 
 
 class Checkpoints(TorchCheckpointIO):

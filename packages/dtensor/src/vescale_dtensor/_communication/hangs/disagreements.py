@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import flight_recorder
+from .words import named_ranks as _ranks
 
 Report = Mapping[str, Any]
 Known = Mapping[int, Mapping[int, dict]]
@@ -151,8 +152,3 @@ def _asked(reports: Mapping[int, Report], known: Known, rank: int, number: int) 
 
 def _place(one: Report) -> str:
     return one["lines"][0] if one["lines"] else "no line of the user's"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

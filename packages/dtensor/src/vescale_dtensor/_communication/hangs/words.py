@@ -57,6 +57,12 @@ def heard(store: Any, ranks: Iterable[int]) -> Iterator[tuple[int, Word | None]]
         yield rank, None if data is None else Word(*json.loads(data))
 
 
+def named_ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0, 1`; the first eight of many."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 def last_seen(store: Any, ranks: Iterable[int]) -> str:
     """Returns where ranks that answer no more were seen last; "" where that is unknown.
 

@@ -32,8 +32,7 @@ def expand(call: Call, splits: Splits) -> Decision | None:
             return run(input)
         return expanded(input, kept, shape, dims, cuts)
 
-    found.decision.run = stretch
-    return found.decision
+    return found.running(stretch)
 
 
 def _full(size: int) -> Cut:
@@ -48,12 +47,7 @@ def expand_as(call: Call, splits: Splits) -> Decision:
 
 @form(Tensor.repeat)
 def repeat(call: Call, splits: Splits) -> Decision:
-    def run(tensor, *repeats, **kwargs):
-        repeats = kwargs.get("repeats", repeats)
-        repeats = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else tuple(repeats)
-        return shapes.repeated(tensor, repeats)
-
-    return decomposed(run)
+    return shapes.repeat(call)
 
 
 @form(torch.repeat_interleave, Tensor.repeat_interleave)
