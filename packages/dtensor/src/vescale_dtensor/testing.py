@@ -47,7 +47,7 @@ from ._test_kit.agreement import assert_ranks_agree
 from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.faults.calls import failing, intercepted, killed_at, short_writes
 from ._test_kit.faults.world import World
-from ._test_kit.fitting import fitting
+from ._test_kit.fitting import fitting, unnamed
 from ._test_kit.live_bytes import LiveBytes
 from ._test_kit.ports import free_port
 from ._test_kit.python_state import programs as python_state_programs
@@ -81,6 +81,7 @@ __all__ = [
     "short_writes",
     "shutdown",
     "slice_of",
+    "unnamed",
     "warm_up",
 ]
 

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges
+from vescale_dtensor.testing import unnamed
 from vescale_plans import PlanError, generate_plan
 from vescale_plans._dry.meter import Meter
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
@@ -477,16 +478,6 @@ class Wrapped(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)
-
-
-def unnamed(found):
-    """What was found, with a parameter's number in place of its name."""
-    numbers = {name: at for at, name in enumerate(found.shapes)}
-    groups = [
-        (numbers[one.sink], one.dim, one.features, [(numbers[s.parameter], s.dim, s.spans) for s in one.sources])
-        for one in found.groups
-    ]
-    return [*found.shapes.values()], groups, [numbers[one.parameter] for one in (*found.lookups, *found.heads)]
 
 
 def test_wrapping_and_renaming_change_nothing_but_names():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, unnamed, warm_up
 from vescale_plans.search import generate_plan, sample_of, split_parameters, structure_of
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -496,16 +496,6 @@ def renamed(model, seed=0):
         module.__class__ = classes.setdefault(kind, type(kind.__name__, (Renamed, kind), {}))
         module.__dict__["_renames"] = renames
     return model
-
-
-def unnamed(found):
-    """What was found, with a parameter's number in place of its name."""
-    numbers = {name: at for at, name in enumerate(found.shapes)}
-    groups = [
-        (numbers[one.sink], one.dim, one.features, [(numbers[s.parameter], s.dim, s.spans) for s in one.sources])
-        for one in found.groups
-    ]
-    return [*found.shapes.values()], groups, [numbers[one.parameter] for one in (*found.lookups, *found.heads)]
 
 
 @pytest.mark.parametrize("kind", slice_of(TYPES, 72))

@@ -1,10 +1,10 @@
-"""One plan for many generated models: its patterns that match nothing of a model are left out."""
+"""Many models alike: one plan for all, without the patterns that match nothing of a model, and structures compared."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -25,3 +25,13 @@ def fitting(plan: PlanType, model: nn.Module) -> PlanType:
         for field, known in names.items()
     }
     return dataclasses.replace(plan, **kept)  # type: ignore[type-var]
+
+
+def unnamed(found: Any) -> tuple:
+    """A planner's `Structure` with a parameter's number in place of its name."""
+    numbers = {name: at for at, name in enumerate(found.shapes)}
+    groups = [
+        (numbers[one.sink], one.dim, one.features, [(numbers[s.parameter], s.dim, s.spans) for s in one.sources])
+        for one in found.groups
+    ]
+    return [*found.shapes.values()], groups, [numbers[one.parameter] for one in (*found.lookups, *found.heads)]
