@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._rules.products.scaled import RECIPES, Scaling
+from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
+from vescale_dtensor._rules.products.scaled import RECIPES
+from vescale_dtensor._test_kit.scaled import operands_seen
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
@@ -60,24 +61,6 @@ def by_hand(x, weight, grad, products):
     return found, [product(*found[i : i + 2]) for i in (0, 2, 4)]
 
 
-def noting(into):
-    """`Scaling.quantised` that notes (names, contracted dims, float8 numbers, scales), whole."""
-    own = Scaling.quantised
-
-    def noted(self, tensor, names, along, dtype, scale):
-        found, last = own(self, tensor, names, along, dtype, scale), tensor.ndim - 1
-        shapes = {"mk": (*ROWS, FEATURES), "nk": (OUTPUTS, FEATURES), "mn": (*ROWS, OUTPUTS)}
-        cuts = {axis: S(0 if name == names[0] else last) for name in names for axis in self.axes[name]}
-        whole = [1 if not self.recipe.by_row or (d == last) == along else n
-                 for d, n in enumerate(shapes[names])]  # fmt: skip
-        for local, shape in ((found.numbers.view(torch.int8), shapes[names]), (found.scale, whole)):
-            places = [cuts[axis] if axis in cuts and shape[cuts[axis].dim] > 1 else R for axis in range(self.mesh.ndim)]
-            into.append(DTensor.from_local(local, self.mesh.device_mesh, places, shape=shape).full_tensor())
-        return found
-
-    return noted
-
-
 def run(mesh, places, products, dtype):
     """Returns what is quantised, in the order of the products, and results: the output and three gradients."""
     x, weight, bias, grad = drawn(products, dtype)
@@ -85,9 +68,7 @@ def run(mesh, places, products, dtype):
     x, weight, bias = (distribute_tensor(one.requires_grad_(), mesh, place) for one, place in
                        zip((x, weight, bias), (whole, places[1], whole)))  # fmt: skip
     weight._layout = weight._layout.with_products(products)
-    noted = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scaling, "quantised", noting(noted))
+    with operands_seen() as noted:
         out = F.linear(x.redistribute(places[0]), weight, bias)
         out.backward(grad)
     return noted, [one.full_tensor().detach() for one in (out, x.grad, weight.grad, bias.grad)]
