@@ -52,7 +52,8 @@ class GPT(nn.Module):
 
 
 OUT, IN = {"tp": Shard(0)}, {"tp": Shard(1)}
-TP = {"*.query.*": OUT, "*.key.*": OUT, "*.value.*": OUT, "*.up.*": OUT, "*.out.weight": IN, "*.down.weight": IN, "*": {}}
+TP = dict.fromkeys(("*.query.*", "*.key.*", "*.value.*", "*.up.*"), OUT)
+TP = {**TP, "*.out.weight": IN, "*.down.weight": IN, "*": {}}
 WHOLE = Boundary(output={"tp": Replicate()})
 ALONE = {"mesh": {"dp": 1}}
 MESHES = {

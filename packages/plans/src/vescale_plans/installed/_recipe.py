@@ -152,9 +152,10 @@ def _refuse_lowered(name: str, experts: nn.Module, sync: DataParallel, axis: int
     for inner, parameter in experts.named_parameters():
         param, states = sync.param_of(parameter), parameter.mesh_layout.states
         is_stack = states[axis].is_sharded and not isinstance(experts, nn.ModuleList)
-        if param is not None and param.shown[True].products and parameter.ndim == 2 and not is_stack:
-            rule = f"{name}.{inner} is to multiply in {param.shown[True].products}, and experts compute on plain tensors"
-            remedies = [(f'policies={{"{name}": Policy(precision=Precision(...))}}', "one without products, for experts")]
+        products = param and param.shown[True].products
+        if products and parameter.ndim == 2 and not is_stack:
+            rule = f"{name}.{inner} is to multiply in {products}, and spread experts compute on plain tensors"
+            remedies = [(f'policies={{"{name}": Policy(precision=Precision(...))}}', "one without products")]
             raise PlanError("Precision", rule, (), remedies)
 
 

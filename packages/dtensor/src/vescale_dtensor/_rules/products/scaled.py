@@ -4,14 +4,14 @@
     fp8_tensorwise    e4m3            e5m2                     a tensor                    dtype's largest / tensor's
     fp8_rowwise       e4m3            e4m3                     what one sum runs over      that, down to a power of two
 
-These are the recipes `tensorwise` and `rowwise` of torchao (`torchao.float8.Float8LinearConfig`). e4m3 has a bit of
-mantissa more, and e5m2 the range that the gradients of a whole tensor need (arXiv:2209.05433); those of one row need
-less. Scales are dynamic: of the very tensor that is multiplied.
+These are torchao's recipes `tensorwise` and `rowwise` (`torchao.float8.Float8LinearConfig.from_recipe_name`). e4m3 has
+a bit of mantissa more, e5m2 the range that the gradients of a whole tensor need (arXiv:2209.05433); those of one row
+need less. Scales are dynamic: of the very tensor that is multiplied.
 
 A scale is of the global tensor: the largest number is looked for over all mesh axes that cut what the scale is for. So
-scales and float8 numbers are one device's on every mesh, and products are as in the dtype that the layer computes in:
-those of one device where no sum is cut. The quantised sum of parts is not the sum of quantised parts, so that no operand
-is partial, nor the gradient of the output (`Signature.whole_gradient`).
+scales and float8 numbers are one device's on every mesh, given the same operands, and products are as in the dtype that
+the layer computes in: one device's where no sum is cut. Numbers of a sum's parts are not those of the sum: no operand is
+partial, nor is the gradient of the output (`Signature.whole_gradient`).
 
 Zeros fill dims that are no multiples of 16, which kernels on accelerators ask for; they change no sum.
 """
@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..._communication import events
 from ..._communication.collectives import all_gather
 from ..._dispatch.signature import Signature
+from ..._errors import OperatorError
 from ..._layouts.layout import Layout
 from ..._layouts.mesh import Mesh
 from ..._layouts.state import PARTIAL
@@ -161,8 +161,11 @@ class ScaledLinear(Function):
             return multiply(of_x, of_weight, OUTPUT, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
+        if torch.is_grad_enabled():
+            rule = "what a linear layer quantises has no second derivative, and a graph of the gradient is asked for"
+            remedies = [("create_graph=False", ""), ("Precision(products=None)", "for layers that a Policy names")]
+            raise OperatorError("linear", rule, (), remedies)
         x, weight, *scales = ctx.saved_tensors  # with modes in sight: a checkpoint may compute them again
         scaling, multiply, (needs_x, needs_weight, *_) = ctx.scaling, ctx.multiply, ctx.needs_input_grad
         of_x, of_weight = scales or (None, None)
