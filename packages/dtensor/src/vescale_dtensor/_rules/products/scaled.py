@@ -9,9 +9,9 @@ a bit of mantissa more, e5m2 the range that the gradients of a whole tensor need
 need less. Scales are dynamic: of the very tensor that is multiplied.
 
 A scale is of the global tensor: the largest number is looked for over all mesh axes that cut what the scale is for. So
-scales and float8 numbers are one device's on every mesh, given the same operands, and products are as in the dtype that
-the layer computes in: one device's where no sum is cut. Numbers of a sum's parts are not those of the sum: no operand is
-partial, nor is the gradient of the output (`Signature.whole_gradient`).
+scales and float8 numbers are one device's on every mesh, given the same operands, and products are as in the dtype in
+which the layer computes: one device's where no sum is cut. Numbers of a sum's parts are not those of the sum: no
+operand is partial, nor is the gradient of the output (`Signature.whole_gradient`).
 
 Zeros fill dims that are no multiples of 16, which kernels on accelerators ask for; they change no sum.
 """
