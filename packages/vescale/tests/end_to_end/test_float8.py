@@ -130,7 +130,7 @@ def test_the_reproducible_mode_gives_one_devices_bits(products):
 
 def test_graphs_of_shards_multiply_so_too():
     run = partial(run_ranks, 2, trained, UNEVEN, "fp8_rowwise", MESHES["tp2"])
-    eager, graph = run()[0], run(backend="aot_eager")[0]
+    eager, graph = run()[0], run(backend="aot_eager")[0]  # the first step is watched, and eager
     assert are_equal(eager, graph) and graph[3] > 0
 
 
