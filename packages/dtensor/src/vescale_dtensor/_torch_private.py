@@ -208,6 +208,9 @@ _foreach_supported_types = _foreach_utils._foreach_supported_types
 # What experts call. Instead: `F.grouped_mm`, once every torch that is supported has it.
 _grouped_mm = torch._grouped_mm
 
+# The product of float8 numbers. Instead: `F.scaled_mm`, once compilers take it as they do this one.
+_scaled_mm = torch._scaled_mm
+
 # What `torch.nn.functional`, `torch.special`, `torch.meshgrid` and `int` lead to. Instead: their public names, where
 # these reach `__torch_function__`.
 _nn = torch._C._nn

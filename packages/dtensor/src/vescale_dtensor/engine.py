@@ -89,6 +89,7 @@ from ._reproducible.uses import value_of as value_of
 from ._rules.body import body_of as body_of
 from ._rules.elements.pointwise import elementwise as elementwise
 from ._rules.products.attention import attention as attention
+from ._rules.products.scaled import RECIPES as RECIPES
 from ._rules.registry import TABLE as TABLE
 from ._rules.registry import declare as declare
 from ._rules.registry import handler as handler

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from ..placement import Placement, Replicate
 from .events import Event, Moved
 
-ASKED = ("redistribute", "full_tensor", "gradient sync", "parameter gather", "regather", "item", "tolist", "numpy")
+ASKED = (
+    "redistribute", "full_tensor", "gradient sync", "parameter gather", "regather", "item", "tolist", "numpy",
+    "scales of linear",
+)  # fmt: skip
 """Functions whose conversions were asked for, or are not a tensor axis's."""
 
 

@@ -206,7 +206,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     operands = []
     for index, tensor in enumerate(tensors):
         if type(tensor) is DTensor:
-            operands.append(Operand(tensor._layout.base, False, index))
+            operands.append(Operand(tensor._layout.base, False, index, tensor._layout.products))
         else:
             shape = tuple(tensor.shape)
             plain = not tensor.requires_grad

@@ -51,6 +51,8 @@ class Signature:
         single: whether the function returns a bare tensor.
         local: from the solved output layouts, the function to run on local tensors.
         extra: further valid choices for an axis, as (input states, output states).
+        whole_gradient: whether the operator's backward is not linear in the gradient, which must not be partial: no
+            output is R.
     """
 
     inputs: Sequence[Labels]
@@ -63,6 +65,7 @@ class Signature:
     single: bool = True
     local: Callable[[tuple[Layout, ...]], Callable] | None = None
     extra: Callable[[int], Iterable[tuple[tuple[State, ...], tuple[State, ...]]]] | None = None
+    whole_gradient: bool = False
 
 
 def solve(call: Call, signature: Signature) -> Decision | None:
@@ -140,7 +143,8 @@ def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: in
     """
     n, outputs = len(operands), signature.outputs
     yield (INVARIANT,) * n, (INVARIANT,) * len(outputs)
-    yield (REPLICATE,) * n, (REPLICATE,) * len(outputs)
+    if not signature.whole_gradient or operands[0].layout.mesh.sizes[axis] == 1:
+        yield (REPLICATE,) * n, (REPLICATE,) * len(outputs)
     states = [operand.states[axis] for operand in operands]
     if PARTIAL in states:
         summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PARTIAL)

@@ -28,7 +28,9 @@ class Layout:
     Every layout has an `untracked` twin, which is attached to tensors made under no_grad. If such a tensor later has a
     grad_fn, a user's autograd Function attached it, and our conversions inside that Function left no trace (design
     section 3, contract 3). Both have a `watched` twin, for tensors whose owner is told of the views that are taken of
-    them (`_tensor/loans.py`). `base` is the ordinary one of the four.
+    them (`_tensor/loans.py`). `tracked` is the ordinary one of the four. A weight with which linear layers
+    multiply in lower precision (`_rules/products/scaled.py`) has four of its own, which name it as `products`. `base`
+    is the ordinary one of all.
     """
 
     __slots__ = (
@@ -37,6 +39,8 @@ class Layout:
         "shape",
         "ndim",
         "base",
+        "tracked",
+        "products",
         "untracked",
         "watched",
         "is_untracked",
@@ -46,11 +50,14 @@ class Layout:
         "is_number",
         "_gradient",
         "_invariant",
+        "_lowered",
         "__weakref__",
     )
 
     mesh: Mesh
     base: Layout
+    tracked: Layout
+    products: str | None
     untracked: Layout
     watched: Layout
     states: tuple[State, ...]
@@ -123,6 +130,13 @@ class Layout:
         if self.flat_axis is None:
             return self.base
         return self.with_states(REPLICATE if s.kind == "F" else s for s in self.states)
+
+    def with_products(self, products: str | None) -> Layout:
+        """The same of a weight with which linear layers multiply so; None for as the operands are."""
+        base = self.base
+        if products is not None and products not in base._lowered:
+            base._lowered[products] = _twins(base.mesh, base.states, base.shape, products, base)
+        return base if products is None else base._lowered[products]
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The mesh axes that shard tensor dim `dim`, outermost first."""
@@ -218,18 +232,24 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
         if plain != states:
             layout = layout_of(mesh, plain, shape)
         else:
-            twins = [Layout.__new__(Layout) for _ in range(4)]
-            layout = twins[0]
-            for i, one in enumerate(twins):
-                one.mesh, one.states, one.shape, one.ndim = mesh, states, torch.Size(shape), len(shape)
-                one.base, one.untracked, one.watched = layout, twins[i | 1], twins[i | 2]
-                one.is_untracked, one.is_watched = bool(i & 1), bool(i & 2)
-                one._gradient = one._invariant = None
-                one.flat_axis = next((axis for axis, state in enumerate(states) if state.kind == "F"), None)
-                one.local_shape = one.shape_at(mesh.coordinate)
-                one.is_number = prod(shape) == 1 and any(state.kind in "PS" for state in states)
+            layout = _twins(mesh, states, shape)
         _interned[key] = layout
     return layout
+
+
+def _twins(mesh: Mesh, states: tuple, shape: tuple, products: str | None = None, base: Layout | None = None) -> Layout:
+    """Makes a layout with its twins. Returns the ordinary one of them."""
+    twins = [Layout.__new__(Layout) for _ in range(4)]
+    for i, one in enumerate(twins):
+        one.mesh, one.states, one.shape, one.ndim = mesh, states, torch.Size(shape), len(shape)
+        one.base, one.tracked, one.products, one._lowered = base or twins[0], twins[0], products, {}
+        one.untracked, one.watched = twins[i | 1], twins[i | 2]
+        one.is_untracked, one.is_watched = bool(i & 1), bool(i & 2)
+        one._gradient = one._invariant = None
+        one.flat_axis = next((axis for axis, state in enumerate(states) if state.kind == "F"), None)
+        one.local_shape = one.shape_at(mesh.coordinate)
+        one.is_number = prod(shape) == 1 and any(state.kind in "PS" for state in states)
+    return twins[0]
 
 
 def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:

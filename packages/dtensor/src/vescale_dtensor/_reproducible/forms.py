@@ -11,8 +11,8 @@ A form is a rule: it takes a `Call` and gives a `Decision`, or None if it has no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._dispatch.signature import Signature
-from .._rules.products import matmul as products
+from .._rules.products import matmul as contractions
+from .._rules.products.scaled import OF_INPUT, OF_WEIGHT, OUTPUT, Dims, Float8, ScaledLinear, scaling_of, unscaled
 from .._rules.reductions import reduce
 from .._rules.registry import Call, Decision
 from .._rules.solvers.parts import dims_and_keepdim
 from .call import Solved, expanded, solved
 from .functions.position import independent_form, independent_run, is_position_dependent_list, padded
-from .functions.product import Labels, Product
+from .functions.product import Labels, Product, contract
 from .grid import Splits, block_count
 from .tree import Total
 
@@ -50,7 +51,7 @@ def form(*functions) -> Callable[[Form], Form]:
 
 @form(F.linear)
 def linear(call: Call, splits: Splits) -> Decision | None:
-    found = solved(call, products.linear(call))
+    found = solved(call, contractions.linear(call))
     if found is None:
         return None
     x, weight = call.operands[:2]
@@ -60,6 +61,8 @@ def linear(call: Call, splits: Splits) -> Decision | None:
         counts[label] = block_count(x.shape[d], _rows(d, x.ndim, splits))
     cuts = {label: found.cut(label, count, _split_of(label)) for label, count in counts.items()}
     labels = Labels(names, ("n", "k"), (*names[:-1], "n"))
+    scaling = None if weight.products is None else scaling_of(weight.products, found.out)
+    multiply = partial(_of_float8, labels, cuts)
     bias = len(call.operands) == 3
     dims, spread = (), ()
     if bias:
@@ -67,10 +70,21 @@ def linear(call: Call, splits: Splits) -> Decision | None:
         spread = tuple(found.cut(label) for label in names[:-1])
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = Product.apply(input, weight, labels, cuts)
+        if scaling is not None:
+            out = ScaledLinear.apply(input, weight, scaling, multiply)
+        else:
+            out = Product.apply(input, weight, labels, cuts)
         return out if bias is None else out + expanded(bias, (0,), tuple(out.shape), dims, spread)
 
     return found.running(run)
+
+
+def _of_float8(labels: Labels, cuts: Mapping, left: Float8, right: Float8, dims: Dims, dtype: torch.dtype) -> Tensor:
+    """A product of a linear layer's, of float8 numbers, which float32 holds exactly."""
+    of_left, of_right, out = labels
+    which = {OUTPUT: labels, OF_INPUT: Labels(out, of_right, of_left), OF_WEIGHT: Labels(out, of_left, of_right)}
+    product = contract(left.numbers.float(), right.numbers.float(), which[dims], cuts)
+    return unscaled(product, left, right, dims).to(dtype)
 
 
 def _outputs(n: int, k: int, splits: Splits) -> int:
@@ -95,14 +109,14 @@ def matmul(call: Call, splits: Splits) -> Decision | None:
     left, right = call.operands
     if min(left.ndim, right.ndim) < 2 or call.kwargs:
         return None
-    return _pair(call, splits, products.matmul(call))
+    return _pair(call, splits, contractions.matmul(call))
 
 
 @form(torch.einsum)
 def einsum(call: Call, splits: Splits) -> Decision | None:
     if len(call.operands) != 2:
         return None
-    return _pair(call, splits, products.einsum(call))
+    return _pair(call, splits, contractions.einsum(call))
 
 
 def _pair(call: Call, splits: Splits, signature) -> Decision | None:

@@ -32,12 +32,13 @@ Out = Any
 
 
 class Operand:
-    """A tensor argument as a rule sees it. A plain tensor is I on every axis and has `plain` set."""
+    """A tensor argument as a rule sees it. A plain tensor is I on every axis and has `plain` set. products: see
+    `Layout`."""
 
-    __slots__ = ("layout", "plain", "index")
+    __slots__ = ("layout", "plain", "index", "products")
 
-    def __init__(self, layout: Layout, plain: bool, index: int) -> None:
-        self.layout, self.plain, self.index = layout, plain, index
+    def __init__(self, layout: Layout, plain: bool, index: int, products: str | None = None) -> None:
+        self.layout, self.plain, self.index, self.products = layout, plain, index, products
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ class Region(Protocol):
     failure: str
     same: Shards | None  # whose results a call must have: of the call that it computes again
     used: Shards | None
+    is_lowered: bool  # whether it has weights with which linear layers multiply in lower precision
 
     def run(self, run: Run, given: Sequence[Any]) -> Sequence[Any]:
         """Runs a graph in the call that is made."""
@@ -104,7 +105,8 @@ class Code:
             raise Refused(f"its sizes, or the Python values that it reads, have changed {_MOST} times")
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         check_traced(nodes)
-        return _on_one_rank(region, graph, inputs) if prod(region.mesh.sizes) == 1 else _on_shards(graph)
+        is_plain = prod(region.mesh.sizes) == 1 and not region.is_lowered
+        return _on_one_rank(region, graph, inputs) if is_plain else _on_shards(graph)
 
 
 def _on_one_rank(region: Region, graph: fx.GraphModule, inputs: Sequence[Any]) -> Run:

@@ -175,6 +175,10 @@ class Captured(Alone):
             _fill_objects(out, shown)
         return out
 
+    @property
+    def is_lowered(self) -> bool:
+        return any(one._layout.products for one in self._real.values())
+
     def run(self, run: Run, given: Sequence[Any]) -> Sequence[Any]:
         """Runs a graph of the forward's code in the call that is made: real tensors are in their places again."""
         self._put_back()

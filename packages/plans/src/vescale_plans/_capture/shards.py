@@ -68,7 +68,7 @@ class Shards:
         self._graph, self._steps, self._cut = graph, steps, cut
         tensors = [one for one in given if isinstance(one, Tensor)]
         self._numbers = [None if isinstance(one, Tensor) else one for one in given]
-        self._layouts = [one._layout.base if type(one) is DTensor else None for one in tensors]
+        self._layouts = [one._layout.tracked if type(one) is DTensor else None for one in tensors]
         self._trains = [torch.is_grad_enabled() and one.requires_grad for one in tensors]
         self._effects = Effects()
         with local_only():

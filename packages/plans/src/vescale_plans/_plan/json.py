@@ -154,13 +154,16 @@ def _precision_out(precision: Precision | None) -> dict | None:
     if precision is None:
         return None
     values = {field.name: getattr(precision, field.name) for field in fields(Precision)}
+    if precision.products is None:
+        del values["products"]
     return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in values.items()}
 
 
 def _precision_in(written: Mapping[str, Any] | None) -> Precision | None:
     if written is None:
         return None
-    return Precision(**{n: getattr(torch, v) if isinstance(v, str) else v for n, v in written.items()})
+    named = {n: getattr(torch, v) for n, v in written.items() if isinstance(v, str) and n != "products"}
+    return Precision(**{**written, **named})
 
 
 def _policy_out(policy: Policy) -> dict:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vescale_dtensor import Placement, VescaleError
+from vescale_dtensor.engine import RECIPES
 
 Placements = Mapping[str, Placement]
 """Axis name -> placement. For a parameter an axis that is not named replicates; at a boundary it stays as it is."""
@@ -125,6 +126,9 @@ class Precision:
         output: floating dtype to which floating outputs are cast, of the model, or of the modules whose `Policy` this
             is part of; None leaves them.
         cast_inputs: whether inputs are cast to `compute`.
+        products: how linear layers (`F.linear` with one of these parameters) multiply, forward and backward:
+            "fp8_tensorwise", "fp8_rowwise", as torchao's recipes of these names; None in `compute`. Scales are those of
+            global tensors: one small collective for each operand that is cut.
 
     Raises PlanError for another dtype.
     """
@@ -134,6 +138,7 @@ class Precision:
     sent: torch.dtype | None = None
     output: torch.dtype | None = None
     cast_inputs: bool = True
+    products: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "output"):
@@ -150,6 +155,12 @@ class Precision:
         if not isinstance(self.cast_inputs, bool):
             rule = f"cast_inputs is {self.cast_inputs!r}, neither True nor False"
             raise PlanError("Precision", rule, (), [("cast_inputs=False", "the model casts itself")])
+        if self.products not in (None, *RECIPES):
+            rule = f"products is {self.products!r}, not one of {', '.join(map(repr, RECIPES))} or None"
+            raise PlanError("Precision", rule, (), [(f'products="{one}"', "") for one in RECIPES])
+        if self.products is not None and self.compute is torch.float64:
+            rule = f"products of {self.products} add up in float32, and compute is torch.float64"
+            raise PlanError("Precision", rule, (), [("compute=torch.bfloat16", ""), ("products=None", "")])
 
 
 @dataclass(frozen=True)

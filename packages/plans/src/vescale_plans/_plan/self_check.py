@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vescale_dtensor import Placement, Replicate
@@ -213,8 +214,10 @@ def _policies(plan: PlanFields) -> None:
             rule = f"{where} keeps a part of gradients, and sums='all_reduce' all of them"
             raise misfit(rule, (), [('sums="ordered"', "")])
         if policy.precision is not None and plan.pipeline is not None:
-            remedies = [("precision=...", "one for all stages"), ("without a pipeline", "")]
-            raise misfit(f"{where} has a precision of its own, and stages pass on one dtype", (), remedies)
+            remedies = [("precision=...", "one for all stages, but for its products"), ("without a pipeline", "")]
+            own = replace(policy.precision, products=plan.precision.products) if plan.precision is not None else None
+            if own != plan.precision or own is None:
+                raise misfit(f"{where} has a precision of its own, and stages pass on one dtype", (), remedies)
 
 
 def _offload(plan: PlanFields) -> None:

@@ -99,7 +99,8 @@ def _text(value: Any) -> str:
             sent = f", sends {str(value.sent).removeprefix('torch.')}" if value.sent else ""
             output = f", returns {str(value.output).removeprefix('torch.')}" if value.output else ""
             inputs = "" if value.cast_inputs else ", casts no inputs"
-            return f"computes in {compute}, reduces in {reduce}{sent}{output}{inputs}"
+            products = f", linear layers multiply in {value.products}" if value.products else ""
+            return f"computes in {compute}, reduces in {reduce}{sent}{output}{inputs}{products}"
         case Policy():
             said = {"zero": value.zero, "prefetch": value.prefetch, "precision": value.precision}
             return "; ".join(f"{name} {_text(one)}" for name, one in said.items() if one is not None) or "as all"

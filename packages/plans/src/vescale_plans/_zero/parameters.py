@@ -115,7 +115,7 @@ class FlatParameters:
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
             param.shard_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
-        param.choose_shown()
+        param.choose_shown(self.sharing.precision and self.sharing.precision.products)
         param.reduced_layout, param.gradient_layout = layout.gradient.reduced, param.shard_layout.gradient.reduced
         return param
 

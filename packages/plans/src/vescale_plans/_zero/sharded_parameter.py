@@ -198,12 +198,14 @@ class ShardedParameter:
         _set_data(parameter, self.full if unsharded else self.shard)
         parameter._layout = self.shown[unsharded]
 
-    def choose_shown(self) -> None:
+    def choose_shown(self, products: str | None) -> None:
         """Chooses the layouts to show: a shard at rest apart is untracked, so that whoever computes with it asks for
-        `read`. Views are watched where one may be a copy, or lie in memory that does not stay."""
+        `read`. Views are watched where one may be a copy, or lie in memory that does not stay. products: of linear
+        layers with the full one."""
         rest = self.shard_layout.untracked if self.is_separate else self.shard_layout
         cut = any(size > 1 and state.is_sharded for size, state in zip(rest.mesh.sizes, self.full_layout.states))
-        self.shown = (rest.watched, self.full_layout.watched) if self.is_separate or cut else (rest, self.full_layout)
+        full = self.full_layout.with_products(products)
+        self.shown = (rest.watched, full.watched) if self.is_separate or cut else (rest, full)
 
     def replace(self, tensor: DTensor, value: Tensor) -> None:
         """`tensor.data = value`, of the parameter: it lies there until the bucket takes the values in. What is over

@@ -28,7 +28,7 @@ from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.sharded_parameter import Sharing
 from .._zero.zero import DataParallel
-from ..plan import Boundary, Plan, Policy
+from ..plan import Boundary, Plan, PlanError, Policy
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
     own = {name: _sharing(plan, mesh, policy) for name, policy in recipe.policies.items()}
     sync = DataParallel(model, _sharing(plan, mesh, Policy()), recipe.blocks, lists, own)
+    for experts in boundaries:
+        _refuse_lowered(experts.name, model.get_submodule(experts.name), sync, mesh.axis(recipe.experts.axis))
     made = Parallelized(recipe, sync, boundaries, host)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
@@ -142,6 +144,19 @@ def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> l
         if name and _is_spread(model.get_submodule(name), mesh, mesh.axis(experts.axis)):
             found.append(ListBoundary(_owner(model, name), name, count, mesh, experts.axis))
     return found
+
+
+def _refuse_lowered(name: str, experts: nn.Module, sync: DataParallel, axis: int) -> None:
+    """Raises PlanError for linear layers of experts that are to multiply otherwise: experts compute on plain tensors,
+    whose scales would be those of a rank's rows. What a stack has of each expert is no weight of a linear layer."""
+    for inner, parameter in experts.named_parameters():
+        param, states = sync.param_of(parameter), parameter.mesh_layout.states
+        is_stack = states[axis].is_sharded and not isinstance(experts, nn.ModuleList)
+        products = param and param.shown[True].products
+        if products and parameter.ndim == 2 and not is_stack:
+            rule = f"{name}.{inner} is to multiply in {products}, and spread experts compute on plain tensors"
+            remedies = [(f'policies={{"{name}": Policy(precision=Precision(...))}}', "one without products")]
+            raise PlanError("Precision", rule, (), remedies)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module | None:

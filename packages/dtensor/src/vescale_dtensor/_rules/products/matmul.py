@@ -17,6 +17,7 @@ from ..._dispatch.signature import Signature
 from ..._errors import ShapeError
 from ..registry import Call, Operand, both, decomposed, rule
 from ..traits import Trait
+from .scaled import lowered
 
 
 def _check(call: Call, left: Operand, right: Operand, a: int, b: int) -> None:
@@ -50,16 +51,19 @@ def linear(call: Call):
     if weight.ndim != 2:
         return None
     _check(call, x, weight, x.shape[-1], weight.shape[1])
+    if weight.products is not None and x.ndim == 1:
+        return decomposed(lambda input, weight, bias=None: F.linear(input[None], weight, bias)[0])
     batch = tuple(("b", d) for d in range(x.ndim - 1))
     inputs = [(*batch, "k"), ("n", "k")]
     addends = ()
     if len(call.operands) == 3:
         inputs.append(("n",))
         addends = (2,)
-    return Signature(
+    signature = Signature(
         inputs, [(*batch, "n")], summed={"k"}, linear=[(0,), (1,)], addends=addends,
         shapes=[(*x.shape[:-1], weight.shape[0])],
     )  # fmt: skip
+    return signature if weight.products is None else lowered(signature, weight.products)
 
 
 @rule(
