@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 import vescale_plans
 from vescale_dtensor import DTensor
@@ -73,14 +74,17 @@ def pipelined(
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis), timeout)
     place = ranks.index(dist.get_rank())
     device = torch.device(device_mesh.device_type)
-    _take_states_of_one_device(model)
-    release(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
+    states = _take_states_of_one_device(model)
+    stages = schedule.stages_of(place)
+    release(model, {name for stage in stages for name in owned.names_of(stage)}, device)
     stage_plan = plan.override(mesh=others, pipeline=None)
 
     def finish() -> None:
         codec = ShardCodec(mesh_of(stage_mesh))
-        _tell_of_stages(model, axis)
-        model._vescale.runtime = Runtime(
+        tells, saves = _tell_of_stages(model, axis)
+        held = model._vescale
+        held.absent.buffers = frozenset(name for name, of in owned.buffers.items() if not set(of) & set(stages))
+        held.runtime = runtime = Runtime(
             model,
             schedule,
             owned,
@@ -92,16 +96,32 @@ def pipelined(
             loss=plan.pipeline.loss,
             device=device,
             in_order=is_reproducible,
-            during=model._vescale.sync.in_parts,
+            during=held.sync.in_parts,
             ended=first_ending,
             watch=look_with,
             recorder=Transfers(axis),
             compute=plan.precision and plan.precision.compute,
-            before=model._vescale.sync.take_in_before_parts,
+            before=held.sync.take_in_before_parts,
             **more,
         )
 
+        def leave() -> None:
+            runtime.leave()
+            states.remove()
+            tells.remove()
+            if saves is not None:
+                model.__dict__.pop("save_pretrained")
+                model.__dict__.update(saves)
+
+        held.leave_stages = leave
+
     return stage_plan, stage_mesh, finish
+
+
+def check_stages(plan: Plan, model: nn.Module, device_type: str) -> None:
+    """Raises what `pipelined` would for the plan's schedule, cuts and owners. No communication."""
+    schedule_of(plan, device_type)
+    ownership(model, plan.pipeline.cuts, plan.pipeline.owners)
 
 
 def schedule_of(plan: Plan, device_type: str) -> Schedule:
@@ -120,9 +140,10 @@ def unproved(pipeline: Pipeline, ranks: int) -> Schedule:
     return Schedule.from_json(pipeline.schedule)
 
 
-def _tell_of_stages(model: nn.Module, axis: str) -> None:
+def _tell_of_stages(model: nn.Module, axis: str) -> tuple[RemovableHandle, dict[str, Any] | None]:
     """A stage's state, of which others would write a file that lacks the other stages', says so when it is read as
-    memory; and so does `save_pretrained`, where it is not given a state."""
+    memory; and so does `save_pretrained`, where it is not given a state. Returns the handle of the former, and what the
+    model had of its own in place of the latter, None if it has none."""
     error = (
         f"it is of one stage of the pipeline over {axis!r}: what is written of it lacks the other stages' parameters",
         (),
@@ -138,8 +159,9 @@ def _tell_of_stages(model: nn.Module, axis: str) -> None:
             if type(value) is DTensor and not isinstance(value, nn.Parameter):
                 value._stage = error
 
-    model.register_state_dict_post_hook(mark)
+    tells = model.register_state_dict_post_hook(mark)
     save = getattr(model, "save_pretrained", None)
+    own = {key: value for key, value in vars(model).items() if key == "save_pretrained"}
     if save is not None:
 
         @functools.wraps(save)
@@ -161,9 +183,10 @@ def _tell_of_stages(model: nn.Module, axis: str) -> None:
             return save(*args, state_dict=state_dict, **options)
 
         model.save_pretrained = refuse
+    return tells, None if save is None else own
 
 
-def _take_states_of_one_device(model: nn.Module) -> None:
+def _take_states_of_one_device(model: nn.Module) -> RemovableHandle:
     """`load_state_dict` of one device's state, as under any other plan: the entries of other stages are theirs."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     names = {name for name, _ in named}
@@ -172,7 +195,7 @@ def _take_states_of_one_device(model: nn.Module) -> None:
         for name in names - module.state_dict().keys():
             state.pop(prefix + name, None)
 
-    model.register_load_state_dict_pre_hook(leave_out)
+    return model.register_load_state_dict_pre_hook(leave_out)
 
 
 def _mesh_of_stage(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

@@ -12,7 +12,7 @@ from readme_blocks import readme_program
 from vescale_dtensor.testing import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
-PAGES = ("choosing", "cluster", "coming-from", "debugging", "ecosystem")
+PAGES = ("choosing", "cluster", "coming-from", "debugging", "ecosystem", "elastic")
 GUIDES_AT_TOP = [TOP / name for name in ("CONTRIBUTING.md", *(f"docs/{page}.md" for page in PAGES))]
 HOME = TOP / "docs/site/index.md"  # make_docs.py lays it at the top
 GUIDES = [HOME, *GUIDES_AT_TOP, *sorted(TOP.glob("docs/concepts/*.md"))]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -151,13 +152,32 @@ class Runtime:
             for kind in kinds
         ]
         self._chosen = Chosen(self._member, model)
-        self._reveals = False
+        self._reveals: Any = None
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
         for module in model.modules():
             if holds_elsewhere(module):
                 module.__dict__["named_parameters"] = partial(self._named_parameters, module)
         watch(self)  # last: it calls from now on
+
+    def leave(self) -> None:
+        """Takes itself off the model, whose parameters are to be those of all stages again, and closes the connections,
+        over which nobody sends any more: every rank is beyond its last call. Losses of before have no backward after.
+        """
+        held = self._model.__dict__
+        _put_back(held, self._root)
+        del held["parameters"]
+        for module in self._modules:
+            if isinstance(station := module.__dict__.get("_call_impl"), Station):
+                _put_back(module.__dict__, station.original)
+            if getattr(module.__dict__.get("named_parameters"), "func", None) == self._named_parameters:
+                del module.__dict__["named_parameters"]
+        if self._reveals is not None:
+            self._reveals.remove()
+        Chosen.pipelines.discard(self._chosen)
+        self._broken = "the model was given another plan since the call"
+        self._gradients = None
+        self._close()
 
     @property
     def is_above_units(self) -> bool:
@@ -319,9 +339,8 @@ class Runtime:
         trains = torch.is_grad_enabled()
         if trains and loss_in(call.record.result) is None:
             raise no_loss(call.record.result)
-        if self._model._forward_hooks and not self._reveals:
-            self._reveals = True
-            self._model.register_forward_hook(_reveal, prepend=True)
+        if self._model._forward_hooks and self._reveals is None:
+            self._reveals = self._model.register_forward_hook(_reveal, prepend=True)
         has_loss = call.reduction is not None
         runs = Runs(self.forward, call.written)
         with self._during():
@@ -386,6 +405,14 @@ class Runtime:
         for stage in self._member.stages.values():
             stage.begin(None, self.schedule.stages)
         self.link.close()
+
+
+def _put_back(held: dict[str, Any], call: Any) -> None:
+    """What stood before a module's call stands there again; torch's own is the class's."""
+    if isinstance(call, MethodType):
+        del held["_call_impl"]
+    else:
+        held["_call_impl"] = call
 
 
 def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
@@ -17,23 +19,24 @@ from vescale_trace.stack import PACKAGES
 
 from .._capture.explain import compiled
 from .._capture.mode import Mode, check_compiler, mode_of
-from .._experts.structure import find_experts, place_experts
+from .._experts.structure import Experts, find_experts, place_experts
 from .._plan.promise import promise, promise_later
-from .._plan.validate import fit
+from .._plan.validate import Fit, fit
 from .._zero.optim import wrap
 from ..installed._carried_hooks import carry_hooks
 from ..installed._copies import may_be_copied
-from ..installed._recipe import Recipe, install
+from ..installed._recipe import Parallelized, Recipe, install
 from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError
 from .agreement import check_same_plan, check_same_values, checksums
-from .given.adopt import GONE, check_given, take_over
+from .given.absent import Absent, Outside
+from .given.adopt import check_given, take_over
 from .given.aliases import check_aliases
 from .given.arguments import check_made, check_plan, check_values
 from .given.identity import Became, become
 from .given.of_stage import check_of_stage, made_over
 from .given.wrappers import check_unwrapped
-from .join import choose_device, join, keep_stage_mesh, make_mesh
+from .join import choose_device, is_outside, join, keep_stage_mesh, make_mesh, world_size
 from .loss import LossFn
 from .together import together
 
@@ -159,58 +162,79 @@ def _parallelized(
             check_compiler(device)
     check_same_plan(plan, device)
     check_same_values(sums)
-    pipelined = None
-    if plan.pipeline is None:
-        device_mesh = make_mesh(plan)
-    else:
-        given = plan
-        if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
-            plan = plan.override(mesh={**plan.mesh, "dp": 1})
-        before = [(name, parameter, attributes_of(parameter)) for name, parameter in model.named_parameters()]
-        held = [(module, dict(module._parameters)) for module in model.modules()]
-        plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
-        left = set(model.parameters())
-        for name, parameter, attributes in before:
-            if parameter not in left:
-                parameter.__dict__.update({**attributes, **parameter.__dict__, GONE: name})
-        keep_stage_mesh(given, device_mesh)
-    mesh = mesh_of(device_mesh)
-    with together("sharding the model"):
-        shards = shard_parameters(plan, model, device_mesh, placed)
-        materialize(model)  # what is no parameter: buffers
-        _move_buffers(model, mesh)
-        names = (
-            fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
-        )  # fmt: skip
-        sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
-        may_be_copied(model)
-        for parameter, was in shards.items():
-            carry_hooks(was.hooks, parameter)
-            if was.old.grad is not None:
-                parameter.grad = was.old.grad
-        _register_foreign_functions()
+    absent, shards, finish = put_on(plan, model, fitted, experts, placed, loss_fn, stages)
+    sync = model._vescale.sync
+    for parameter, was in shards.items():
+        carry_hooks(was.hooks, parameter)
+        if was.old.grad is not None:
+            parameter.grad = was.old.grad
+    _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
         with together("making the optimizer"):
             if isinstance(optimizer_fn, torch.optim.Optimizer):
-                if pipelined is not None:
+                if absent is not None:
                     check_of_stage(optimizer_fn)
                 optimizer = take_over(optimizer_fn, model, sync)
             else:
-                if pipelined is None:
+                if absent is None:
                     optimizer = optimizer_fn(model.parameters())
                 else:
-                    optimizer = made_over(model, optimizer_fn, held)
+                    optimizer = made_over(model, optimizer_fn, absent)
                     check_of_stage(optimizer)
                 check_made(optimizer, model)
                 optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
-    if pipelined is not None:
-        pipelined()
-    else:
-        watch_first_step(model, plan)
+    finish()
     if mode == "compile":
         compiled(model)
     return model, optimizer
+
+
+def put_on(
+    plan: Plan,
+    model: nn.Module,
+    fitted: Fit,
+    experts: Experts,
+    placed: dict,
+    loss_fn: LossFn | None,
+    stages: Stages | None,
+) -> tuple[Absent | None, dict[nn.Parameter, Became], Callable[[], None]]:
+    """Shards a model's parameters by a plan that fits it, and puts the rest of the plan on it. Returns what this rank
+    does not hold, what its parameters were, and what is to be called once their hooks and optimizers are there."""
+    absent, finish, whole = None, partial(watch_first_step, model, plan), plan
+    again = hasattr(model, "_vescale")
+    device_mesh = make_mesh(plan, of_first=again)
+    if plan.pipeline is not None:
+        if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
+            plan = plan.override(mesh={**plan.mesh, "dp": 1})
+            device_mesh = make_mesh(plan)
+        absent = Absent(model)
+        plan, device_mesh, finish = stages(plan, model, device_mesh)
+        absent.mark(model)
+        keep_stage_mesh(whole, device_mesh)
+    names = (
+        fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
+    )  # fmt: skip
+    recipe = Recipe(plan, device_mesh, *names, experts, loss_fn)
+    outside = is_outside(whole)
+    if outside:
+        absent, finish, shards = Absent(model), _nothing, {}
+        absent.take_all(model)
+        sync = Outside(model, plan, world_size())
+        object.__setattr__(model, "_vescale", Parallelized(recipe, sync, [], None))
+    with together("sharding the model"):
+        if not outside:
+            shards = _shard_parameters(plan, model, device_mesh, placed, again)
+            materialize(model)  # what is no parameter: buffers
+            _move_buffers(model, mesh_of(device_mesh))
+            install(model, recipe)
+            may_be_copied(model)
+    model._vescale.whole, model._vescale.absent = whole, absent
+    return absent, shards, finish
+
+
+def _nothing() -> None:
+    """There is nothing to finish."""
 
 
 @contextlib.contextmanager
@@ -238,9 +262,11 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
     return {boundary.name: boundary.total_dropped() for boundary in model._vescale.experts}
 
 
-def shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, Became]:
+def _shard_parameters(
+    plan: Plan, model: nn.Module, device_mesh: DeviceMesh, placed: dict, later: bool
+) -> dict[nn.Parameter, Became]:
     """Every parameter becomes its shard, the object with it; tied parameters, and modules under several names, stay
-    one. Returns what the parameters were."""
+    one. Returns what the parameters were. `later`: whether values come later."""
     held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
     known: dict[nn.Parameter, Became] = {}
     for name, parameter in held:
@@ -250,7 +276,7 @@ def shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) ->
             Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
             for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
         ]
-        if type(parameter) is DTensor:
+        if later:
             shard = promise_later(parameter, device_mesh, placements)
         elif is_deferred(parameter) and not any(one.is_partial() for one in placements):
             shard = promise(parameter, device_mesh, placements)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,8 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_dtensor import MeshError
-from vescale_dtensor.engine import hook_breakpoints, raised_anywhere, raised_here, tell_endings, watch_for_hangs
+from vescale_dtensor import CommunicationError, MeshError
+from vescale_dtensor.engine import (
+    await_namespace,
+    first_ending,
+    hook_breakpoints,
+    mesh_of,
+    raised_anywhere,
+    raised_here,
+    tell_endings,
+    watch_for_hangs,
+)
 from vescale_trace.environment import count
 
 from .._plan.fields import PlanFields
@@ -29,6 +40,7 @@ from .._torch_private import _abort_process_group, backend_of
 TIMEOUT = timedelta(minutes=10)
 _COMES_BACK_S = 5.0
 """Seconds that a thread that waited for what was aborted is given to come back."""
+_WAITS_S = 0.05
 LOOK_S = 1.0
 """Whoever leaves looks so often whether another rank has raised."""
 
@@ -201,14 +213,19 @@ def _served_by(device: str) -> str | None:
 _chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
 
 
-def make_mesh(plan: PlanFields) -> DeviceMesh:
+def make_mesh(plan: PlanFields, *, of_first: bool = False) -> DeviceMesh:
     """The plan's mesh over the joined world; the same object for the same axes.
 
     Outside torchrun, in a world of one, every axis has size 1, so that the same
     script runs. Raises MeshError when torchrun's world has another size.
+
+    of_first: a plan for fewer ranks is one of the first ranks. All ranks of the world call it, and make all groups that
+    the mesh may need: later the others do not.
     """
     world = dist.get_world_size()
     sizes = tuple(plan.mesh.values())
+    if world > plan.world_size and of_first:
+        return _known(plan, sizes) or _kept(plan, sizes, _mesh_of_first(plan, sizes))
     if world != plan.world_size:
         if world != 1 or "RANK" in os.environ:
             described = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
@@ -222,14 +239,62 @@ def make_mesh(plan: PlanFields) -> DeviceMesh:
                 ],
             )
         sizes = (1,) * len(sizes)
-    device = device_type()
-    wanted = (dist.group.WORLD, device, tuple(plan.mesh), sizes)
-    for known, mesh in _meshes:
-        if known == wanted:
-            return mesh
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(plan.mesh))
-    _meshes.append((wanted, mesh))
+    mesh = _known(plan, sizes)
+    return mesh or _kept(plan, sizes, init_device_mesh(device_type(), sizes, mesh_dim_names=tuple(plan.mesh)))
+
+
+def _mesh_of_first(plan: PlanFields, sizes: tuple[int, ...]) -> DeviceMesh:
+    mesh = DeviceMesh(device_type(), torch.arange(plan.world_size).view(sizes), mesh_dim_names=tuple(plan.mesh))
+    for several in range(2, len(sizes) + 1):
+        for axes in itertools.combinations(range(len(sizes)), several):
+            if is_outside(plan):
+                (mesh if several == len(sizes) else mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)])._flatten()
+            else:
+                mesh_of(mesh).group(axes)
     return mesh
+
+
+def _known(plan: PlanFields, sizes: tuple[int, ...]) -> DeviceMesh | None:
+    wanted = (dist.group.WORLD, device_type(), tuple(plan.mesh), sizes)
+    return next((mesh for known, mesh in _meshes if known == wanted), None)
+
+
+def _kept(plan: PlanFields, sizes: tuple[int, ...], mesh: DeviceMesh) -> DeviceMesh:
+    _meshes.append(((dist.group.WORLD, device_type(), tuple(plan.mesh), sizes), mesh))
+    return mesh
+
+
+def own_rank() -> int:
+    """Returns this rank's number in the joined world."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Returns how many ranks the joined world has."""
+    return dist.get_world_size()
+
+
+def is_outside(plan: PlanFields) -> bool:
+    """True on a rank that the plan, of the first ranks, leaves out."""
+    return dist.get_rank() >= plan.world_size
+
+
+def await_first(plan: PlanFields) -> None:
+    """A rank that the plan leaves out waits, for however long, until rank 0 comes here as often as it did. Every rank
+    of the world calls it. Raises CommunicationError where a rank ended meanwhile."""
+    place = f"awaits/{next(_places.setdefault(dist.group.WORLD, itertools.count()))}"
+    if plan.world_size >= dist.get_world_size():
+        return
+    store = await_namespace().store
+    if dist.get_rank() == 0:
+        store.set(place, b"")
+    while is_outside(plan) and not store.check([place]):
+        if (why := first_ending()) is not None:
+            raise CommunicationError("reshape", f"a rank went away while this one, outside of the plan, waited: {why}")
+        time.sleep(_WAITS_S)
+
+
+_places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()  # by world
 
 
 def forget_meshes() -> None:
@@ -245,7 +310,7 @@ def tensor_mesh(plan: PlanFields) -> DeviceMesh:
 
     Raises PlanError under a pipeline before `parallelize` has made the stages.
     """
-    device_mesh = make_mesh(plan)
+    device_mesh = _known(plan, tuple(plan.mesh.values())) or make_mesh(plan)
     if plan.pipeline is None:
         return device_mesh
     mesh = _stages.get((id(device_mesh), plan.pipeline.axis))

@@ -1,15 +1,19 @@
 """reshape: another plan for a model that trains, in place.
 
 All that `parallelize` put on the model goes, but for its hooks' places among users' own. Each parameter's object
-becomes a shard of the new plan as it became one of the old (`given/identity.py`), but without values, and the same
-parts are put on the model anew. Then values move to where they are to lie: parameters, gradients, states.
+becomes one without values, and then what the new plan makes of it, as under `parallelize` (`given/identity.py`), and
+the same parts are put on the model anew. Then values move to where they are to lie: parameters, gradients, states.
+
+A rank that held no part of something, of another stage or outside of the old plan, learns from the others what there
+is; the lowest rank that had it tells.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +22,7 @@ from torch.autograd.graph import increment_version
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import attach, forget_all, local_only, set_reduced_grad
 from vescale_trace.stack import users_level
+from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import clear, drop_empty
 from .._capture.explain import compiled
@@ -28,61 +33,100 @@ from .._zero.optim import Sharded, bind
 from .._zero.sharded_parameter import ShardedParameter
 from .._zero.zero import DataParallel
 from ..installed._carried_hooks import Hooks, carry_hooks
-from ..installed._recipe import Parallelized, Recipe, install
-from ..installed._traffic import watch_first_step
+from ..installed._recipe import Parallelized
 from ..plan import Plan, PlanError
 from .agreement import check_same_plan
-from .apply import shard_parameters
+from .apply import Stages, put_on
+from .generators import random_states, set_random_states
+from .given.absent import empty
+from .given.adopt import leave_gone_out, take_gone_in
 from .given.aliases import SharedMemoryWarning
-from .join import make_mesh
-from .together import together
+from .given.of_stage import check_of_stage
+from .join import await_first, is_outside, own_rank, world_size
+from .together import gather, together
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Tensors = dict[str, DTensor]
-Move = Callable[[Mapping[str, Tensors], Mapping[str, Tensors]], int]
+Move = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], int]
 """Fills tensors with the values of those of the same names, under the other plan; gives the bytes that came here."""
 
 
-def reshape(model: nn.Module, optimizer: Optimizers, plan: Plan, *, move: Move) -> int:
-    """Applies another plan to a parallelized model and its optimizers; see `vescale.reshape`, which supplies `move`."""
+def reshape(
+    model: nn.Module,
+    optimizer: Optimizers,
+    plan: Plan,
+    *,
+    move: Move,
+    stages: Stages | None = None,
+    check_stages: Callable[[Plan, nn.Module, str], None] | None = None,
+) -> int:
+    """Applies another plan to a parallelized model and its optimizers; see `vescale.reshape`, which supplies `move`,
+    `stages`, and `check_stages`, which raises what these would before anything has changed."""
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    held = getattr(model, "_vescale", None)
+    if held is not None:
+        await_first(held.whole)
     with together("checking the plan"):
-        held = _checked(model, optimizers, plan)
-        fitted = fit(plan, model)
-        experts = find_experts(plan, model, fitted.experts)
-        placed = place_experts(plan, model, experts, fitted.parameters)
+        _check(model, held, optimizers, plan, stages)
+        with _all_shown(held):
+            fitted = fit(plan, model)
+            experts = find_experts(plan, model, fitted.experts)
+            placed = place_experts(plan, model, experts, fitted.parameters)
+            if plan.pipeline is not None and check_stages is not None:
+                check_stages(plan, model, held.device_mesh.device_type)
     check_same_plan(plan, held.device_mesh.device_type)
-    device_mesh = make_mesh(plan)
-    held.sync.flush()
+    was_outside, compiler = is_outside(held.whole), held.compiler
+    if not was_outside:
+        held.sync.flush()
     with together("reading the states"):
-        states = [one.shown_states() for one in optimizers]
-    old = _Held(model, held.sync)
-    _make_buffers_plain(model)
-    for region in () if held.captured is None else held.captured.regions:
-        region.leave(region.module.__dict__)
-    for module in model.modules():
-        clear(module)
+        old = _Held(model, held, optimizers)
+    if not was_outside:
+        _make_buffers_plain(model)
+    told = old.told()
+    is_known = held.absent is None and held.whole.world_size >= world_size()  # on all ranks, to all
+    everyone = [told] if is_known else gather(told, "telling what ranks hold")
+    _take_off(model, held)
     hooks, memory = held.sync.leave()
+    united = _united(everyone)
     with together("sharding the model"):
-        for was in shard_parameters(plan, model, device_mesh, placed).values():
-            _empty(was.old)
-        names = (
-            fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
-        )  # fmt: skip
-        sync = install(model, Recipe(plan, device_mesh, *names, experts, held.loss_fn)).sync
+        for one in optimizers:
+            take_gone_in(one)
+        for name, parameter in list(model.named_parameters()):
+            _let_go(empty(parameter, name).old)
+        if held.absent is not None:
+            held.absent.give_back()
+            hooks |= held.absent.hooks
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, name in names.items():
+            parameter.requires_grad_(united[name].trained)
+    absent, _, finish = put_on(plan, model, fitted, experts, placed, held.loss_fn, stages)
+    sync = model._vescale.sync
+    with together("making the states"):
         for module in model.modules():
             drop_empty(module)
         for parameter, of in hooks.items():
-            _give_back(parameter, of)
+            if absent is None or sync.param_of(parameter) is not None:
+                _give_back(parameter, of)
+            else:
+                absent.hooks[parameter] = of
         for one in optimizers:
+            if absent is not None:
+                leave_gone_out(one)
+            one._parameter_names = {id(parameter): name for parameter, name in names.items()}
             bind(one, sync)
-        pairs = [pair for one, shown in zip(optimizers, states) for pair in one.blank_states(shown)]
-    moved = old.move_to(sync, pairs, move)
+        if was_outside:
+            _take_numbers(everyone[0].numbers, optimizers)
+        new = _New(model, sync, optimizers, united)
+        source, target = {**old.tensors}, {**new.tensors}
+        if not is_known:
+            _add_buffers(model, everyone, source, target if not is_outside(plan) else {})
+    moved = move(source, target)
+    new.give_gradients()
     forget_all()
-    watch_first_step(model, plan)
-    if held.captured is not None:
-        compiled(model, held.captured.backend)
-    del old, states, pairs
+    finish()
+    if compiler is not None and not is_outside(plan):
+        compiled(model, compiler)
+    model._vescale.compiler = compiler
+    del old, new, source, target
     if any(not one.expired() for one in memory):
         warnings.warn(
             "reshape: tensors outside of the model lie in the memory that its parameters had under the old plan. They "
@@ -93,37 +137,148 @@ def reshape(model: nn.Module, optimizer: Optimizers, plan: Plan, *, move: Move) 
     return moved
 
 
+class Told(NamedTuple):
+    """What there is of a parameter: `states` of each optimizer, with meta tensors in the places of DTensors."""
+
+    trained: bool
+    gradient: torch.dtype | None
+    states: list[dict[str, Any] | None]
+
+
+class Rank(NamedTuple):
+    """What a rank tells of what it holds. `numbers`: of rank 0, its generators' states and its groups' options."""
+
+    parameters: dict[str, Told]
+    buffers: dict[str, Tensor]  # on meta
+    lacking: frozenset[str]  # buffers that are others'
+    numbers: tuple[list[Tensor], list[list[dict[str, Any]]]] | None
+
+
 class _Held:
-    """Parameters and their gradients, as they lay under the old plan."""
+    """Parameters, their gradients and their states, as they lay under the old plan."""
 
-    def __init__(self, model: nn.Module, sync: DataParallel) -> None:
+    def __init__(self, model: nn.Module, held: Parallelized, optimizers: Sequence[Any]) -> None:
+        self._model, self._absent, self._optimizers = model, held.absent, optimizers
         self._named = dict(model.named_parameters())
-        self._parameters = {name: _at_rest(sync.param_of(one)) for name, one in self._named.items()}
-        self._gradients = {name: one.grad for name, one in self._named.items() if one.grad is not None}
+        self._states = [one.shown_states() for one in optimizers]
+        self.tensors: dict[str, DTensor] = {}
+        for name, one in self._named.items():
+            self.tensors[_key("parameter", name)] = _at_rest(held.sync.param_of(one))
+            if one.grad is not None:
+                self.tensors[_key("gradient", name)] = one.grad
+            for i, states in enumerate(self._states):
+                found = [value for value in tensors_in(states.get(one, {})) if type(value) is DTensor]
+                self.tensors |= {_key(i, place, name): value for place, value in enumerate(found)}
 
-    def move_to(self, sync: DataParallel, states: Sequence[tuple[DTensor, DTensor]], move: Move) -> int:
-        """Brings all values to where they lie in `sync`, and those of states, in pairs."""
-        params = {name: sync.param_of(parameter) for name, parameter in self._named.items()}
-        gradients = {name: _gradient(one, params[name]) for name, one in self._gradients.items()}
-        source = {"parameters": self._parameters, "gradients": self._gradients}
-        target = {"parameters": {name: _at_rest(param) for name, param in params.items()}, "gradients": gradients}
-        source["states"], target["states"] = ({str(i): one for i, one in enumerate(side)} for side in _sides(states))
-        kinds = [kind for kind, tensors in source.items() if tensors]
-        moved = move({kind: source[kind] for kind in kinds}, {kind: target[kind] for kind in kinds})
-        for name, gradient in gradients.items():
-            if params[name].hooks is None:
-                self._named[name].grad = gradient
+    def told(self) -> Rank:
+        parameters = {}
+        for name, one in self._named.items():
+            states = [map_tensors(states[one], _shape_of) if one in states else None for states in self._states]
+            parameters[name] = Told(one.requires_grad, None if one.grad is None else one.grad.dtype, states)
+        lacking = frozenset() if self._absent is None else self._absent.buffers
+        buffers = {name: _shape_of(one, DTensor) for name, one in self._model.named_buffers() if name not in lacking}
+        numbers = None
+        if own_rank() == 0:
+            groups = [[_options(group) for group in one.param_groups] for one in self._optimizers]
+            numbers = random_states(), groups
+        return Rank(parameters, buffers, lacking, numbers)
+
+
+class _New:
+    """The same under the new plan, without values yet."""
+
+    def __init__(
+        self, model: nn.Module, sync: DataParallel, optimizers: Sequence[Any], told: Mapping[str, Told]
+    ) -> None:
+        named = dict(model.named_parameters())
+        self._params = {name: (one, sync.param_of(one)) for name, one in named.items()}
+        self._gradients = {name: _gradient(told[name].gradient, param)
+                           for name, (_, param) in self._params.items() if told[name].gradient is not None}  # fmt: skip
+        self.tensors = {_key("parameter", name): _at_rest(param) for name, (_, param) in self._params.items()}
+        self.tensors |= {_key("gradient", name): one for name, one in self._gradients.items()}
+        for i, optimizer in enumerate(optimizers):
+            states = {one: told[name].states[i] for name, one in named.items() if told[name].states[i] is not None}
+            made = optimizer.blank_states(states)
+            for name, one in named.items():
+                self.tensors |= {_key(i, place, name): value for place, value in enumerate(made.get(one, ()))}
+
+    def give_gradients(self) -> None:
+        for name, gradient in self._gradients.items():
+            parameter, param = self._params[name]
+            if param.hooks is None:
+                parameter.grad = gradient
             else:
-                set_reduced_grad(self._named[name], gradient)
-        return moved
+                set_reduced_grad(parameter, gradient)
 
 
-def _sides(pairs: Sequence[tuple[DTensor, DTensor]]) -> tuple[list[DTensor], list[DTensor]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+def _key(*of: object) -> str:
+    return " ".join(map(str, of))
 
 
-def _checked(model: nn.Module, optimizers: list[Any], plan: Plan) -> Parallelized:
-    held = getattr(model, "_vescale", None)
+def _shape_of(tensor: Tensor, kind: type = Tensor) -> Tensor:
+    """A meta tensor in the place of a DTensor."""
+    if type(tensor) is not DTensor and kind is Tensor:
+        return tensor
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _united(everyone: Sequence[Rank]) -> dict[str, Told]:
+    """Of each parameter what the lowest rank that holds a part of it tells."""
+    return {name: told for rank in reversed(everyone) for name, told in rank.parameters.items()}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _take_numbers(numbers: tuple[list[Tensor], list[list[dict[str, Any]]]], optimizers: Sequence[Any]) -> None:
+    """This rank has run nothing since the plan that left it out: its generators, and what schedulers set in groups,
+    are those of rank 0."""
+    states, groups = numbers
+    set_random_states(states)
+    for one, theirs in zip(optimizers, groups):
+        for group, options in zip(one.param_groups, theirs):
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    group[key].copy_(value)  # a scheduler may hold it
+                else:
+                    group[key] = value
+
+
+def _add_buffers(
+    model: nn.Module, everyone: Sequence[Rank], source: dict[str, Tensor], target: dict[str, Tensor]
+) -> None:
+    """Buffers that some ranks lack come from the lowest rank that has them as they are now."""
+    mine = own_rank()
+    for name in sorted(frozenset().union(*(rank.lacking for rank in everyone))):
+        holder = next(i for i, rank in enumerate(everyone) if name in rank.buffers)
+        module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        own, told = module._buffers[leaf], everyone[holder].buffers[name]
+        if holder == mine:
+            source[_key("buffer", name)] = own
+        elif name in everyone[mine].lacking:
+            if own.shape != told.shape or own.dtype is not told.dtype:
+                own = module._buffers[leaf] = torch.empty_like(told, device=own.device)
+            target[_key("buffer", name)] = own
+
+
+@contextlib.contextmanager
+def _all_shown(held: Parallelized) -> Iterator[None]:
+    with contextlib.nullcontext() if held.absent is None else held.absent.shown():
+        yield
+
+
+def _take_off(model: nn.Module, held: Parallelized) -> None:
+    """Takes all that computes off the model, but for the places of its hooks."""
+    if held.leave_stages is not None:
+        held.leave_stages()
+    for region in () if held.captured is None else held.captured.regions:
+        region.leave(region.module.__dict__)
+    for module in model.modules():
+        clear(module)
+
+
+def _check(model: nn.Module, held: Parallelized | None, optimizers: list[Any], plan: Plan, stages: Any) -> None:
     elsewhere = [
         ('vescale.save(path, {"model": model, "optimizer": optimizer})', "under the plan of now"),
         ("vescale.load(path, ...) in a job that parallelizes with the new plan", "goes on with the same bits"),
@@ -131,12 +286,15 @@ def _checked(model: nn.Module, optimizers: list[Any], plan: Plan) -> Parallelize
     if held is None:
         remedies = [("vescale.parallelize(plan, model, optimizer)", "a model's first plan")]
         raise PlanError("reshape", "the model is not parallelized", (), remedies)
-    if getattr(held, "runtime", None) is not None or plan.pipeline is not None:
-        raise PlanError("reshape", "stages of a pipeline are not reshaped in place yet", (), elsewhere)
-    world = held.device_mesh.size()
-    if world not in (1, plan.world_size):  # outside torchrun all axes are of one rank
-        sizes = [f"plan  {plan.world_size} ranks {dict(plan.mesh)}", f"world  {world} ranks"]
-        raise PlanError("reshape", "the plan is for another number of ranks than the world has", sizes, elsewhere)
+    world, needs = world_size(), plan.world_size
+    sizes = [f"plan  {needs} ranks {dict(plan.mesh)}", f"world  {world} ranks"]
+    if needs > world > 1:  # outside torchrun all axes are of one rank
+        raise PlanError("reshape", "the plan is for more ranks than the world has", sizes, elsewhere)
+    if plan.pipeline is not None and (stages is None or world != needs):
+        raise PlanError("reshape", "a plan with a pipeline is for all ranks of the world", sizes, elsewhere)
+    if held.runtime is not None and model.__dict__.get("_call_impl") is not held.runtime:
+        remedies = [("leave vescale.metrics, or what else watches its calls, before", "and begin anew after")]
+        raise PlanError("reshape", "something stands before the call of the pipeline's model", (), remedies)
     if _current_graph_task_id() != -1:
         remedies = [("reshape between two steps", "what a backward has begun ends under its plan")]
         raise PlanError("reshape", "a backward is running", (), remedies)
@@ -148,13 +306,21 @@ def _checked(model: nn.Module, optimizers: list[Any], plan: Plan) -> Parallelize
                 (),
                 [("vescale.adopt(model, optimizer) first", "it then knows where its parameters lie")],
             )
+        if held.absent is not None and "_whole_groups" not in vars(one):
+            raise PlanError(
+                "reshape",
+                f"the {type(one).__name__} was adopted under a pipeline: it never had other stages' parameters",
+                (),
+                [("parallelize(plan, model, lambda parameters: ...)", "makes it of the whole model"), *elsewhere],
+            )
+        if plan.pipeline is not None:
+            check_of_stage(one)
     new = [name for name, one in model.named_parameters() if held.sync.param_of(one) is None]
     if new:
         raise PlanError("reshape", "parameters were put into the model after parallelize", new[:4], elsewhere)
-    return held
 
 
-def _empty(tensor: Tensor) -> None:
+def _let_go(tensor: Tensor) -> None:
     """Lets go of the memory of what a parameter was, which a graph of before may hold: it cannot be run any longer."""
     with local_only():
         increment_version(tensor)
@@ -167,11 +333,11 @@ def _at_rest(param: ShardedParameter) -> DTensor:
         return attach(value.detach(), layout)
 
 
-def _gradient(like: DTensor, param: ShardedParameter) -> DTensor:
+def _gradient(dtype: torch.dtype, param: ShardedParameter) -> DTensor:
     """A gradient without values yet, laid out as a step consumes it."""
     layout = param.gradient_layout
     with local_only():
-        return attach(torch.empty(layout.local_shape, dtype=like.dtype, device=like.device), layout)
+        return attach(torch.empty(layout.local_shape, dtype=dtype, device=param.full.device), layout)
 
 
 def _make_buffers_plain(model: nn.Module) -> None:

@@ -98,6 +98,7 @@ def compiled(model: nn.Module, backend: str = "inductor") -> None:
     """Puts a parallelized model into compile mode, in place. Warns that it runs eagerly under a pipeline whose schedule
     splits the backward."""
     held = model._vescale
+    held.compiler = backend
     if _is_split(model):
         warnings.warn(f"{type(model).__name__} runs eagerly: {_SPLIT}", CompileWarning, stacklevel=users_level())
     else:

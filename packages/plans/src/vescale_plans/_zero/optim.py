@@ -81,7 +81,7 @@ def bind(optimizer: Any, data_parallel: DataParallel) -> None:
             (),
             [("offload=False", ""), ("torch.optim.AdamW", "treats every element alone: it can step on the host")],
         )
-    if kind in MATRIX:
+    if kind in MATRIX and data_parallel.units:
         params = [data_parallel.param_of(p) for group in optimizer.param_groups for p in group["params"]]
         sharing = data_parallel.sharing
         lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None

@@ -195,29 +195,29 @@ class ShardedStates:
             )
         return found
 
-    def blank_states(self, shown: dict[Tensor, dict[str, Any]]) -> list[tuple[DTensor, DTensor]]:
-        """Has states as `shown_states` gave under another plan. Returns pairs of theirs and its own, whose values are
-        not there yet."""
-        pairs: list[tuple[DTensor, DTensor]] = []
+    def blank_states(self, told: dict[Tensor, dict[str, Any]]) -> dict[Tensor, list[DTensor]]:
+        """Has states as `shown_states` gave under another plan, told by meta tensors in the places of DTensors. Returns
+        its own of these, in their order, whose values are not there yet."""
+        made: dict[Tensor, list[DTensor]] = {}
         self._held_states = defaultdict(dict)
-        for parameter, values in shown.items():
-            param = self._parallel.param_of(parameter)
-            made = map_tensors(values, lambda one, param=param: self._blank(one, param, pairs))
-            self._held_states[parameter] = made
-        return pairs
+        for parameter, values in told.items():
+            param, own = self._parallel.param_of(parameter), made.setdefault(parameter, [])
+            blank = map_tensors(values, lambda one, param=param, own=own: self._blank(one, param, own))
+            self._held_states[parameter] = blank
+        return made
 
-    def _blank(self, shown: Tensor, param: ShardedParameter, pairs: list[tuple[DTensor, DTensor]]) -> Tensor:
-        if type(shown) is not DTensor:
-            return shown
+    def _blank(self, told: Tensor, param: ShardedParameter, own: list[DTensor]) -> Tensor:
+        if not told.is_meta:
+            return told
         plain, layout = (None, param.at_rest[1]) if self._on_dtensors else self._plain_of(param)
-        if tuple(shown.shape) != layout.shape:
-            layout = layout_of(layout.mesh, (INVARIANT,) * layout.mesh.ndim, tuple(shown.shape))
+        if tuple(told.shape) != layout.shape:
+            layout = layout_of(layout.mesh, (INVARIANT,) * layout.mesh.ndim, tuple(told.shape))
         with local_only():
             device = param.full.device if plain is None else plain.device
-            made = torch.empty(layout.local_shape, dtype=shown.dtype, device=device)
+            made = torch.empty(layout.local_shape, dtype=told.dtype, device=device)
             held = made.view(layout.local_shape if plain is None else self._shape_of(param))
         whole = attach(made.detach(), layout)
-        pairs.append((shown, whole))
+        own.append(whole)
         return whole if plain is None else held
 
     def _shape_of(self, param: ShardedParameter) -> tuple[int, ...]:

@@ -73,6 +73,13 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
             (),
             [("copy.deepcopy(model) before parallelize", "then parallelize(plan, copied), with the same plan")],
         )
+    if held.absent is not None:
+        raise OperatorError(
+            "deepcopy",
+            "the plan leaves this rank out: it holds nothing of the model, and others cannot be asked alone",
+            (),
+            [("copy.deepcopy(model) under a plan for all ranks", "the copy has a reshape of its own")],
+        )
     held.sync.take_in()
     for parameter in module.parameters():
         param = held.sync.param_of(parameter)

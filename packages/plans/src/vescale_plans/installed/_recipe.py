@@ -3,7 +3,7 @@ of it, can have the same done to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,11 @@ class Parallelized:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
         self.sync, self.experts, self.host = sync, experts, host
         self.captured: Any = None  # `Regions` that are compiled
+        self.compiler: str | None = None  # the backend that makes them
+        self.whole = recipe.plan  # over all stages
+        self.absent: Any = None  # `Absent`, where this rank does not hold all of the model
+        self.runtime: Any = None  # of a pipeline
+        self.leave_stages: Callable[[], None] | None = None  # ends it, and takes it off the model
 
     def least(self, model: nn.Module, calls: Mapping[str, int], reads: Reads, backward: bool) -> int:
         """Collectives that the plan's cut weights need for these calls of modules, of what they read; `Trace.least`."""

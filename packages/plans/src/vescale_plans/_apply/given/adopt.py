@@ -58,7 +58,7 @@ def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataParallel) -> Any:
     """The optimizer, its parameters shards by now, with states cut as they are, and without what other stages of a
     pipeline have taken along."""
-    leave_out(optimizer, is_gone)
+    leave_gone_out(optimizer)
     states = dict(optimizer.state)
     optimizer.state.clear()
     for parameter, state in states.items():
@@ -110,6 +110,22 @@ def leave_out(optimizer: Any, gone: Callable[[Tensor], bool]) -> None:
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state"):
             vars(optimizer)[name] = _left(value, gone)
+
+
+def leave_gone_out(optimizer: Any) -> None:
+    """Takes parameters that are elsewhere off an optimizer, until `take_gone_in`."""
+    whole = [list(group["params"]) for group in optimizer.param_groups]
+    leave_out(optimizer, is_gone)
+    optimizer._whole_groups = whole
+
+
+def take_gone_in(optimizer: Any) -> None:
+    """The optimizer's groups have those parameters again, in the order that they had."""
+    for group, whole in zip(optimizer.param_groups, optimizer.__dict__.pop("_whole_groups", ())):
+        here, known = set(group["params"]), set(whole)
+        group["params"] = [one for one in whole if one in here or is_gone(one)] + [
+            one for one in group["params"] if one not in known
+        ]
 
 
 def is_gone(parameter: Tensor) -> bool:

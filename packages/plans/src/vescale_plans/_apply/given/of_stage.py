@@ -9,33 +9,19 @@ import torch
 from torch import nn
 
 from ..._plan.parts import PlanError
-from .adopt import is_gone, leave_out
+from .absent import Absent
+from .adopt import leave_gone_out
 
 
-def made_over(
-    model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any], held: list[tuple[nn.Module, dict]]
-) -> Any:
+def made_over(model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any], absent: Absent) -> Any:
     """Returns what the factory makes of all parameters of the model, in the order of one device: a choice by place,
     count or name is the same on all ranks. What it chose of other stages is then left out; groups stay, be they empty.
-
-    Arguments:
-        held: the modules, each with what it held before other stages took theirs.
     """
-    own = [(module, dict(module._parameters)) for module, _ in held]
-    try:
-        _put(held)
+    with absent.shown():
         optimizer = factory(model.parameters())
-    finally:
-        _put(own)
     if hasattr(optimizer, "param_groups"):
-        leave_out(optimizer, is_gone)
+        leave_gone_out(optimizer)
     return optimizer
-
-
-def _put(held: list[tuple[nn.Module, dict]]) -> None:
-    for module, parameters in held:
-        module._parameters.clear()
-        module._parameters.update(parameters)
 
 
 def check_of_stage(optimizer: Any) -> None:
