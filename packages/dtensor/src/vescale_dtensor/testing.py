@@ -44,11 +44,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._test_kit import worker
 from ._test_kit.agreement import assert_ranks_agree
-from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.faults.calls import failing, intercepted, killed_at, short_writes
 from ._test_kit.faults.world import World
 from ._test_kit.fitting import fitting, unnamed
-from ._test_kit.live_bytes import LiveBytes
+from ._test_kit.memory.allocations import Allocations, allocations
+from ._test_kit.memory.live_bytes import LiveBytes
 from ._test_kit.ports import free_port
 from ._test_kit.python_state import programs as python_state_programs
 from ._test_kit.slices import in_turns, slice_of

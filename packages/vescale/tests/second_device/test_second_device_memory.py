@@ -9,7 +9,7 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor._test_kit.live_bytes import LiveBytes
+from vescale_dtensor._test_kit.memory.live_bytes import LiveBytes
 from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
 
 warm_up("vescale", "vescale_dtensor._second")

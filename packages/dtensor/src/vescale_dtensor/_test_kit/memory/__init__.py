@@ -1,0 +1,1 @@
+"""Where the bytes went: what the allocator was asked for, and which storages are alive."""
