@@ -23,7 +23,7 @@ from typing import Any
 from .places import TOP, Place
 from .report import cover
 
-CHEAP_S, CASE_S = 0.5, 10.0
+CHEAP_S, CASE_S = 0.2, 10.0
 NAME = "beyond_the_core.txt"
 HEAD = """\
 # Tests that `make test` leaves out and `make test-all` runs: dear ones whose mutants others kill.
@@ -54,8 +54,8 @@ def choose(folder: Path) -> str:
     killed = [row for row in _rows(folder / "mutants.jsonl") if row["killers"]]
     counts = [row["killers"] for row in killed if not drawn[row["mutant"] - 1].is_held_out]
     held_out = [row["killers"] for row in killed if drawn[row["mutant"] - 1].is_held_out]
-    core = chosen(costs, counts, _marked())
-    write({test for test in costs if test not in core})
+    core = chosen(costs, counts, _collected("-m", "core"))
+    write(_collected() & costs.keys() - core)
     return (
         f"{len(core)} of {len(costs)} tests, {sum(costs[test] for test in core):.0f} of "
         f"{sum(costs.values()):.0f} CPU s; of {len(held_out)} mutants that are held out and killed by any test, "
@@ -72,8 +72,9 @@ def write(beyond: set[str], top: Path = TOP) -> None:
             (folder / NAME).write_text(HEAD + "".join(f"{test}\n" for test in own))
 
 
-def _marked() -> set[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "core", "packages"]
+def _collected(*options: str) -> set[str]:
+    """The packages' tests as they are now."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "packages"]
     listed = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=True).stdout
     return {line for line in listed.splitlines() if "::" in line}
 
