@@ -118,9 +118,8 @@ class Recorder:
             if not name.startswith(self._local_names):
                 handle = module.register_forward_hook(self._hook_of(name))
                 self._undo.append(handle.remove)
-        if not hasattr(
-            getattr(self._model, "_vescale", None), "runtime"
-        ):  # a pipeline's root gets what is no microbatch
+        held = getattr(self._model, "_vescale", None)
+        if held is None or held.runtime is None:  # a pipeline's root gets what is no microbatch
             self._undo.append(self._model.register_forward_pre_hook(self._note_inputs, with_kwargs=True).remove)
         if optimizer is not None:
             self._watch(optimizer)

@@ -63,7 +63,7 @@ class Regions:
         return list(dict.fromkeys((*self._between, *found)))
 
     def _parts(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        runtime = getattr(model._vescale, "runtime", None)
+        runtime = model._vescale.runtime
         blocks = blocks_of(model)
         if runtime is not None:
             blocks = [(name, block) for name, block in blocks if runtime.is_of_one_stage(block)]
@@ -90,7 +90,7 @@ class Regions:
 
 
 def _is_split(model: nn.Module) -> bool:
-    runtime = getattr(model._vescale, "runtime", None)
+    runtime = model._vescale.runtime
     return runtime is not None and runtime.schedule.splits_backwards
 
 

@@ -66,7 +66,7 @@ def may_be_copied(model: nn.Module) -> None:
 
 def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     held = root._vescale
-    if getattr(held, "runtime", None) is not None:
+    if held.runtime is not None:
         raise OperatorError(
             "deepcopy",
             "the model is a pipeline, and a stage's connections cannot be copied",
