@@ -91,7 +91,7 @@ def reshape(
         for one in optimizers:
             take_gone_in(one)
         for name, parameter in list(model.named_parameters()):
-            _let_go(empty(parameter, name).old)
+            _release(empty(parameter, name).old)
         if held.absent is not None:
             held.absent.give_back()
             hooks |= held.absent.hooks
@@ -320,7 +320,7 @@ def _check(model: nn.Module, held: Parallelized | None, optimizers: list[Any], p
         raise PlanError("reshape", "parameters were put into the model after parallelize", new[:4], elsewhere)
 
 
-def _let_go(tensor: Tensor) -> None:
+def _release(tensor: Tensor) -> None:
     """Lets go of the memory of what a parameter was, which a graph of before may hold: it cannot be run any longer."""
     with local_only():
         increment_version(tensor)
