@@ -59,7 +59,7 @@ class Absent:
         now = [(module, dict(module._parameters)) for module, _ in self.held]
         try:
             for module, parameters in self.held:
-                put(module, self._whole(module, parameters))
+                put(module, self._full(module, parameters))
             yield
         finally:
             for module, parameters in now:
@@ -68,7 +68,7 @@ class Absent:
     def give_back(self) -> None:
         """What is elsewhere is the modules' own again: parameters of the users' classes, without values."""
         for module, parameters in self.held:
-            put(module, self._whole(module, parameters))
+            put(module, self._full(module, parameters))
             for leaf in parameters:
                 module.__dict__.pop(leaf, None)
         for module, leaves in self._persistent:
@@ -80,7 +80,7 @@ class Absent:
                     self.hooks[parameter] = hooks
 
     @staticmethod
-    def _whole(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    def _full(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
         """A module's parameters in the order that they had: those that it has now, and those elsewhere."""
         now, held = module._parameters, module.__dict__
         found = {leaf: held.get(leaf, now.get(leaf)) for leaf in before if leaf in now or leaf in held}
