@@ -16,6 +16,6 @@ SHARED = {
     # by object, and objects are a rank's own
     "_apply.given.adopt": ("_parallels",),
     "_apply.inputs": ("_calls_of",),
-    "_apply.join": ("_chosen", "_ending", "_places"),  # the second of a process that joined, where no ranks are simulated
+    "_apply.join": ("_chosen", "_ending", "_places"),  # the second: of a process that joined, not simulated
     "_zero.optim_kinds": ("_elementwise",),
 }
