@@ -196,7 +196,7 @@ def line(name):
     ]
 
 
-@pytest.mark.parametrize("name, make", [("gpt", ADAMW), ("llama", SGD)])
+@pytest.mark.parametrize("name, make", [pytest.param("gpt", ADAMW, marks=pytest.mark.core), ("llama", SGD)])
 def test_stages_and_fewer_ranks(name, make):
     check_equal(name, line(name), make=make, each=6)
 
