@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._test_kit import worker
-from ._test_kit.agreement import assert_ranks_agree
+from ._test_kit.agreement import assert_ranks_agree, full_values
 from ._test_kit.faults.calls import failing, intercepted, killed_at, short_writes
 from ._test_kit.faults.world import World
 from ._test_kit.fitting import fitting, unnamed
@@ -70,6 +70,7 @@ __all__ = [
     "fake_world",
     "fitting",
     "free_port",
+    "full_values",
     "in_turns",
     "intercepted",
     "killed_at",

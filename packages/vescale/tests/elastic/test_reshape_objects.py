@@ -15,7 +15,7 @@ from torch import nn
 import vescale
 from vescale import InterleavedShard, Plan, PlanError, Precision, RaggedShard, Replicate, Shard, _reshape
 from vescale_checkpoint import _live_reshard
-from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
+from vescale_dtensor.testing import allocations, full_values, in_turns, run_ranks, warm_up
 from vescale_plans.search.progress import Bar
 
 warm_up("vescale")
@@ -64,18 +64,6 @@ def batch(step):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
 
 
-def values_of(model, optimizer):
-    """Everything that must not change, whole."""
-    found = dict(model.state_dict())
-    found |= {f"{name}.grad": one.grad for name, one in model.named_parameters() if one.grad is not None}
-    for name, one in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(one, {}).items()}
-    return {
-        name: (one.full_tensor() if isinstance(one, vescale.DTensor) else one).detach().clone().cpu()
-        for name, one in found.items()
-    }
-
-
 def run(plans, make):
     torch.manual_seed(0)
     model, losses, wrong = Odd(), [], []
@@ -87,10 +75,10 @@ def run(plans, make):
         if place:
             model(batch(-place)).backward()
             if plan is not None:
-                before = values_of(model, optimizer)
+                before = full_values(model, optimizer)
                 with warnings.catch_warnings(action="error", category=vescale.SharedMemoryWarning):
                     vescale.reshape(model, optimizer, plan)
-                after = values_of(model, optimizer)
+                after = full_values(model, optimizer)
                 assert before.keys() == after.keys()
                 wrong += [(place, name) for name in before if not torch.equal(before[name], after[name])]
         for step in range(2):
@@ -99,7 +87,7 @@ def run(plans, make):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return losses, values_of(model, optimizer), wrong
+    return losses, full_values(model, optimizer), wrong
 
 
 MAKES = {

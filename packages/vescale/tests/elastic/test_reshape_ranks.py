@@ -9,7 +9,7 @@ from torch import nn
 
 import vescale
 from vescale import Plan, PlanError, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import full_values, run_ranks, warm_up
 
 warm_up("vescale")
 
@@ -53,14 +53,7 @@ def batch(step):
 
 
 def values_of(model, optimizer):
-    found = dict(model.state_dict()) | {"passes": model.passes}
-    found |= {f"{name}.grad": one.grad for name, one in model.named_parameters() if one.grad is not None}
-    for name, one in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(one, {}).items()}
-    return {
-        key: (one.full_tensor() if isinstance(one, vescale.DTensor) else one).detach().cpu().clone()
-        for key, one in found.items()
-    }
+    return {**full_values(model, optimizer), "passes": model.passes.cpu().clone()}  # no part of the state
 
 
 def run(plans, make, refuse=None, drop=0.2):

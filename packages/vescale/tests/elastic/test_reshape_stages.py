@@ -9,7 +9,7 @@ from torch import nn
 
 import vescale
 from vescale import Pipeline, Plan, PlanError, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import full_values, run_ranks, warm_up
 
 warm_up("vescale")
 
@@ -72,17 +72,6 @@ def batch(step):
     return torch.randint(12, (12, 3), generator=torch.Generator().manual_seed(step))
 
 
-def values_of(model, optimizer):
-    found = dict(model.state_dict())
-    found |= {f"{name}.grad": one.grad for name, one in model.named_parameters() if one.grad is not None}
-    for name, one in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(one, {}).items()}
-    return {
-        key: (one.full_tensor() if isinstance(one, vescale.DTensor) else one).detach().cpu().clone()
-        for key, one in found.items()
-    }
-
-
 def groups_of(make, parameters):
     parameters = list(parameters)
     return make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}])
@@ -105,9 +94,9 @@ def run(plans, make):
         if place and was_inside:
             model(batch(-place)).backward()
         if place and plan is not None:
-            before = values_of(model, optimizer)
+            before = full_values(model, optimizer)
             vescale.reshape(model, optimizer, plan)
-            moved.append((before, values_of(model, optimizer)))
+            moved.append((before, full_values(model, optimizer)))
         if place == 3:  # by those who have it
             for name, one in model.named_parameters():
                 if name == "blocks.1.first.bias":
@@ -137,7 +126,7 @@ def run(plans, make):
         if place == 6:
             handle.remove()
     assert scheduler.get_last_lr()[1] == optimizer.param_groups[1]["lr"]
-    return losses, moved, values_of(model, optimizer)
+    return losses, moved, full_values(model, optimizer)
 
 
 MAKES = {

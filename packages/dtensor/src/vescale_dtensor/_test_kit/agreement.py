@@ -1,4 +1,4 @@
-"""Checks that all ranks gave the same, to the last bit, and says where not."""
+"""Checks that all ranks gave the same, to the last bit, and says where not; and what a training is compared by."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._tensor.bits import bits_of
+from .._tensor.tensor import DTensor
 
 
 def assert_ranks_agree(values: Sequence[Any]) -> Any:
@@ -69,3 +71,16 @@ def _difference(a: Any, b: Any, where: str) -> str | None:
         if difference is not None:
             return difference
     return None
+
+
+def full_values(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies on the host of all that a training holds, by name: the model's state, gradients, the optimizer's states.
+    A collective where DTensors are among them."""
+    found = dict(model.state_dict())
+    found |= {f"{name}.grad": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    for name, one in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(one, {}).items()}
+    return {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().cpu().clone()
+        for name, one in found.items()
+    }

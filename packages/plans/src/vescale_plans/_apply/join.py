@@ -40,7 +40,6 @@ from .._torch_private import _abort_process_group, backend_of
 TIMEOUT = timedelta(minutes=10)
 _COMES_BACK_S = 5.0
 """Seconds that a thread that waited for what was aborted is given to come back."""
-_WAITS_S = 0.05
 LOOK_S = 1.0
 """Whoever leaves looks so often whether another rank has raised."""
 
@@ -281,17 +280,32 @@ def is_outside(plan: PlanFields) -> bool:
 
 def await_first(plan: PlanFields) -> None:
     """A rank that the plan leaves out waits, for however long, until rank 0 comes here as often as it did. Every rank
-    of the world calls it. Raises CommunicationError where a rank ended meanwhile."""
+    of the world calls it. Raises CommunicationError where a rank ended meanwhile, or the world's store."""
     place = f"awaits/{next(_places.setdefault(dist.group.WORLD, itertools.count()))}"
     if plan.world_size >= dist.get_world_size():
         return
     store = await_namespace().store
     if dist.get_rank() == 0:
         store.set(place, b"")
-    while is_outside(plan) and not store.check([place]):
+    if not is_outside(plan):
+        return
+    store = store.clone()  # torch locks one while it waits
+    while not _has_come(store, place):
         if (why := first_ending()) is not None:
             raise CommunicationError("reshape", f"a rank went away while this one, outside of the plan, waited: {why}")
-        time.sleep(_WAITS_S)
+
+
+def _has_come(store: dist.Store, place: str) -> bool:
+    """Waits LOOK_S at most."""
+    try:
+        store.wait([place], timedelta(seconds=LOOK_S))
+    except dist.DistStoreError:  # too late
+        return False
+    except RuntimeError as error:
+        why = first_ending() or str(error).splitlines()[0]
+        rule = f"the world's store went away while this rank, outside of the plan, waited: {why}"
+        raise CommunicationError("reshape", rule) from error
+    return True
 
 
 _places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()  # by world

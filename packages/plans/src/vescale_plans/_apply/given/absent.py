@@ -104,9 +104,7 @@ class Empty(NamedTuple):
     def become(self, parameter: Tensor) -> Became:
         """The parameter's object is that from here on; gives what it was."""
         one = torch.empty((), dtype=parameter.dtype, device=self.device)  # in the place of every element
-        made = nn.Parameter(one.expand(tuple(parameter.shape)), requires_grad=False)
-        made.requires_grad_(parameter.requires_grad)
-        made.__class__ = self.kind
+        made = one.expand(tuple(parameter.shape)).as_subclass(self.kind).requires_grad_(parameter.requires_grad)
         for key, value in self.attributes.items():
             setattr(made, key, value)
         return become(parameter, made, self.name)
