@@ -25,28 +25,33 @@ STEPS = 5  # inputs are compared between ranks in the first three
 
 
 def waits(case: Case, device: str) -> dict[str, Any]:
-    """Of the last step. Numbers mean nothing here: what the other ranks would send stays as it lies."""
+    """Those of a rank whose numbers mean nothing: what the other ranks would send stays as it lies."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     try:
-        model, make = build(case).to(device), optimizer_of(case)
-        model, optimizer = vescale.parallelize(plan_of(case), model, make)
-        tokens = batches()[0].to(device)
-        for step in range(STEPS):
-            with counted(device) if step == STEPS - 1 else contextlib.nullcontext(Counter()) as sites:
-                loss_of(case, model, tokens).backward()
-                if case.clip:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        ours = {site: count for site, count in sites.items() if any(one in site for one in OURS)}
-        return {"holds": not ours, "ours": ours, "the model's own": {s: n for s, n in sites.items() if s not in ours}}
+        return waits_here(case, device)
     finally:
         from vescale_plans._apply.join import forget_meshes
 
         forget_meshes()
         dist.destroy_process_group()
+
+
+def waits_here(case: Case, device: str) -> dict[str, Any]:
+    """Those of the last step, on this rank of a world that was joined."""
+    model, make = build(case).to(device), optimizer_of(case)
+    model, optimizer = vescale.parallelize(plan_of(case), model, make)
+    tokens = batches()[0].to(device)
+    for step in range(STEPS):
+        with counted(device) if step == STEPS - 1 else contextlib.nullcontext(Counter()) as sites:
+            loss_of(case, model, tokens).backward()
+            if case.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = {site: count for site, count in sites.items() if any(one in site for one in OURS)}
+    return {"holds": not ours, "ours": ours, "the model's own": {s: n for s, n in sites.items() if s not in ours}}
 
 
 @contextlib.contextmanager

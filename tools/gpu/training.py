@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -11,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
 
 from sweeps.training_cases import CASES, Case, Outcome, single, train
 from sweeps.training_verdict import Bounds, bounds_of, wanted_of, wrong_numbers
@@ -67,34 +64,6 @@ def rehearsed_through_host(case: Case) -> dict[str, Any]:
     return verdict(case, "second", outcomes, "second, transfers between stages through the host")
 
 
-def on_nccl(case: Case, folder: str, rank: int) -> None:
-    """One process of a world in which every rank has a GPU; each writes what it found."""
-    torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", case.world)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=case.world, timeout=limit)
-    torch.save(train(case, "cuda"), f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
-def held_on_nccl(case: Case) -> dict[str, Any]:
-    multiprocessing = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [multiprocessing.Process(target=on_nccl, args=(case, folder, rank)) for rank in range(case.world)]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + SECONDS
-        for process in processes:
-            process.join(max(0.1, until - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-        if late or any(process.exitcode for process in processes):
-            return {"holds": False, "failed": f"ranks {late} hang; exits {[p.exitcode for p in processes]}"}
-        outcomes = [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(case.world)]
-    return verdict(case, "cuda", outcomes, "nccl")
-
-
 def world_of_one(case: Case, device: str) -> dict[str, Any]:
     """The case on one rank, which joins by itself: streams and collectives of the device's own backend."""
     alone = replace(case, mesh=dict.fromkeys(case.mesh, 1))
@@ -106,8 +75,6 @@ def ask(part: Part) -> None:
         part.each(f"{name} in a world of one", lambda name=name: world_of_one(CASES[name], part.device))
     world = "second" if part.device == "second" else "cpu"  # gloo: ranks share one GPU
     for case in CASES.values():
-        if part.device == "cuda" and part.devices >= case.world:
-            part.each(f"{case.name} on nccl", lambda case=case: held_on_nccl(case))
         part.each(case.name, lambda case=case: held(case, part, world))
     for name in STAGED if part.device == "second" else ():
         part.each(f"{name} through the host", lambda name=name: rehearsed_through_host(CASES[name]))

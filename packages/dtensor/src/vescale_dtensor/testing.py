@@ -142,6 +142,8 @@ def run_ranks(
         device: "cpu", or "second": a device in host memory that behaves as a
             GPU does, with a process group that has NCCL's manners
             (``_second``).  It is compiled at its first use on a machine.
+            "nccl": GPUs over NCCL, which several ranks share if there are
+            fewer than ranks.
 
     Returns:
         The results of ranks 0, 1, ..., world_size - 1.
@@ -321,8 +323,8 @@ def _call(
         raise RuntimeError("run_ranks was called on a rank; call it from the test process")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    if device not in ("cpu", "second"):
-        raise ValueError(f'device must be "cpu" or "second", not {device!r}')
+    if device not in ("cpu", "second", "nccl"):
+        raise ValueError(f'device must be "cpu", "second" or "nccl", not {device!r}')
     return pool.call(world_size, device, dumps((function, args, kwargs, expected)), timeout)
 
 

@@ -24,12 +24,12 @@ def rehearsed(folder, *given):
 
 
 def test_all_parts_end_within_twenty_minutes():
-    assert sum(part.seconds for part in PARTS) <= 20 * 60
+    assert sum(part.seconds for part in PARTS if part.is_default) <= 20 * 60
 
 
-@pytest.mark.parametrize("name", slice_of([part.name for part in PARTS], 5))
+@pytest.mark.parametrize("name", [*slice_of([part.name for part in PARTS if part.is_default], 5), "nccl"])
 def test_a_part_answers_on_the_second_device(tmp_path, name):
-    _, said, parts = rehearsed(tmp_path, name, "--most", "2")
+    _, said, parts = rehearsed(tmp_path, name, "--most", "10" if name == "nccl" else "2")
     answers = {key: answer for key, answer in parts[name].items() if key != "not reached"}
     assert answers, said
     for key, answer in answers.items():

@@ -36,6 +36,7 @@ from .. import _second
 from .._communication.in_flight import left_to_readers
 from .._dispatch import fallback
 from .._torch_private import all_groups
+from . import one_gpu
 
 START_SECONDS = 180.0  # importing libraries in the fork server, rendezvous of a world, on a machine at its limit
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
@@ -269,7 +270,7 @@ def _die_with_parent() -> None:
 
 in_worker = False
 device_type = "cpu"
-"""Device type of this worker's world: "cpu", or "second"."""
+"""Device type of this worker's world: "cpu", "second" or "cuda"."""
 
 
 def _work(
@@ -277,7 +278,7 @@ def _work(
 ) -> None:
     """Main of a rank: join the world, then answer calls until the caller is gone."""
     global in_worker, device_type
-    in_worker, device_type = True, device
+    in_worker, device_type = True, "cuda" if device == "nccl" else device
     faulthandler.enable(stack_fd)
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True, chain=False)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -285,6 +286,8 @@ def _work(
         if device == "second":
             _second.register()
             sys.setswitchinterval(0.001)  # its threads pass messages on
+        elif device == "nccl":
+            one_gpu.prepare(rank, size)
         # new_group() does not inherit the timeout of the world.
         dist.distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         store = dist.TCPStore(
@@ -296,7 +299,7 @@ def _work(
             master_listen_fd=store_fd,
         )
         dist.init_process_group(
-            "gloo" if device == "cpu" else device,
+            {"cpu": "gloo", "nccl": "cpu:gloo,cuda:nccl"}.get(device, device),
             store=store,
             rank=rank,
             world_size=size,
@@ -331,6 +334,8 @@ def _answer(rank: int, request: bytes) -> Answer:
             for gather in tuple(left_to_readers):  # to readers that did not come
                 gather.wait()
             _second.check_at_rest()
+        elif device_type == "cuda":
+            torch.cuda.synchronize()  # an error of its kernels is this call's
     except BaseException as error:
         answer = _raised(rank, error, expected)
     else:
