@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import vescale
 
@@ -37,8 +38,13 @@ def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Ca
         plan = vescale.Plan(mesh={"dp": 1}, parameters={"*": {}})
         model, optimizer = vescale.parallelize(plan, model, make, mode=way.removeprefix("ours, "))
     else:
+        if way == "FSDP2":
+            for block in model.model.layers:
+                fully_shard(block)
+            fully_shard(model)
         optimizer = make(model.parameters())
-        model = torch.compile(model) if way.endswith("compiled") else model
+        compiled = {"torch, compiled": None, "torch, compiled to graphs": "reduce-overhead"}
+        model = torch.compile(model, mode=compiled[way]) if way in compiled else model
 
     def step() -> torch.Tensor:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -50,18 +56,27 @@ def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Ca
     return step
 
 
-def raced(device: str, sizes: dict[str, int], dtype: torch.dtype, batch: tuple[int, int]) -> dict[str, Any]:
-    """Milliseconds of a step, medians of rounds in turn, over plain torch's; and the last loss, relative to its."""
+def raced(
+    device: str, sizes: dict[str, int], dtype: torch.dtype, batch: tuple[int, int], ways: tuple[str, ...] = WAYS
+) -> dict[str, Any]:
+    """Milliseconds of a step, medians of rounds in turn, over plain torch's; the last loss, relative to its; and on a
+    GPU, the MiB that a step allocates at most beside what stays between steps."""
     vocabulary = 32000 if device == "cuda" else 64
     tokens = torch.randint(vocabulary, batch, device=device)
     found: dict[str, Any] = {}
     steps: dict[str, Callable[[], torch.Tensor]] = {}
-    for way in WAYS if device == "cuda" else [way for way in WAYS if "compile" not in way]:
+    peaks: dict[str, int] = {}
+    for way in ways if device == "cuda" else [way for way in ways if "compile" not in way]:
         try:
             step = stepper(way, model_of(sizes, vocabulary).to(device, dtype), tokens, fused=device == "cuda")
             for _ in range(WARM):
                 step()
             steps[way] = step
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                stays = torch.cuda.memory_allocated()
+                step()
+                peaks[way] = (torch.cuda.max_memory_allocated() - stays) >> 20
         except Exception as error:
             found[way] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
     times: dict[str, list[float]] = {way: [] for way in steps}
@@ -78,7 +93,7 @@ def raced(device: str, sizes: dict[str, int], dtype: torch.dtype, batch: tuple[i
             "ratio": round(milliseconds / statistics.median(times["torch"]), 3),
             "tokens per second": round(tokens.numel() / milliseconds * 1e3),
             "loss off": abs(losses[way] / losses["torch"] - 1),
-        }
+        } | ({"peak MiB": peaks[way]} if peaks else {})
     holds = all("failed" not in one and one["loss off"] <= WITHIN[dtype] for one in found.values())
     return {"holds": holds, **found}
 

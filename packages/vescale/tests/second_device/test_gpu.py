@@ -27,7 +27,7 @@ def test_all_parts_end_within_twenty_minutes():
     assert sum(part.seconds for part in PARTS if part.is_default) <= 20 * 60
 
 
-@pytest.mark.parametrize("name", [*slice_of([part.name for part in PARTS if part.is_default], 5), "nccl"])
+@pytest.mark.parametrize("name", [*slice_of([part.name for part in PARTS if part.is_default], 5), "nccl", "peers"])
 def test_a_part_answers_on_the_second_device(tmp_path, name):
     _, said, parts = rehearsed(tmp_path, name, "--most", "10" if name == "nccl" else "2")
     answers = {key: answer for key, answer in parts[name].items() if key != "not reached"}
