@@ -1,5 +1,5 @@
-"""(k) A Llama's training step on one GPU beside what people use: plain torch, compiled, compiled to CUDA graphs, FSDP2 on
-one rank, ours in each mode; and the time of the step's matrix products alone, below which nobody comes.
+"""(k) A Llama's training step on one GPU beside what people use: plain torch, compiled, compiled to CUDA graphs, FSDP2
+on one rank, ours in each mode; and the time of the step's matrix products alone, below which nobody comes.
 
 Layers of the sizes of Llama 3's 1B and 8B, as many of the latter as fit, in bfloat16. TorchTitan's step, which wants an
 environment of its own, is `make torchtitan`'s; here a line says whether it is installed.
