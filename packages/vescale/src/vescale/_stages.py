@@ -99,7 +99,7 @@ def pipelined(
             during=held.sync.in_parts,
             ended=first_ending,
             watch=look_with,
-            recorder=Transfers(axis),
+            recorder=Transfers(axis, group.group_name),
             compute=plan.precision and plan.precision.compute,
             before=held.sync.take_in_before_parts,
             **more,

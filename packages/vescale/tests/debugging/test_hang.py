@@ -249,7 +249,7 @@ def test_a_message_that_may_have_been_forgotten_proves_nothing():
 def event(number, kind, state="done", axes=("dp",), ranks=(0, 1), of="collective", ago=1.0):
     return {
         "of": of, "number": number, "kind": kind, "axes": list(axes), "ranks": list(ranks), "bytes": 4,
-        "cause": "linear (forward)", "state": state, "seconds_ago": ago,
+        "key": f"{of} {axes} {ranks}", "cause": "linear (forward)", "state": state, "seconds_ago": ago,
     }  # fmt: skip
 
 

@@ -38,20 +38,27 @@ class RankGroup:
     which match in the order in which both post them; or messages of two ranks, which are known by what they are called.
     """
 
-    __slots__ = ("__weakref__", "axes", "board", "count", "mesh", "of", "process_group", "ranks")
+    __slots__ = ("__weakref__", "axes", "board", "count", "mesh", "name", "of", "process_group", "ranks")
 
     def __init__(
-        self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None, mesh: str = ""
+        self,
+        axes: Sequence[str],
+        ranks: Sequence[int],
+        of: str = COLLECTIVES,
+        group: Any = None,
+        mesh: str = "",
+        name: str = "",
     ) -> None:
-        self.axes, self.ranks, self.of, self.count, self.mesh = tuple(axes), tuple(ranks), of, 0, mesh
+        self.axes, self.ranks, self.of, self.count = tuple(axes), tuple(ranks), of, 0
+        self.mesh, self.name = mesh, name
         self.process_group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
         self.board = None if group is None or of != COLLECTIVES else board_of(group)
         rank_groups.add(self)
 
     @property
     def key(self) -> str:
-        """The same on all ranks."""
-        return f"{self.of} {self.axes} {self.ranks}"
+        """The same on all ranks; a pipeline's is its own, for another one's messages may be called alike."""
+        return f"{self.of} {self.axes} {self.ranks} {self.name}"
 
 
 class Noted(list):
@@ -119,10 +126,12 @@ transfers: deque[Noted] = deque(maxlen=EVENTS)
 
 
 class Transfers:
-    """Notes the sends and receives of one pipeline: what its link tells of them (vescale_pipeline's `Recorder`)."""
+    """Notes the sends and receives of one pipeline: what its link tells of them (vescale_pipeline's `Recorder`).
 
-    def __init__(self, axis: str) -> None:
-        self._axis = axis
+    `name`: of its process group, the same on all of its ranks."""
+
+    def __init__(self, axis: str, name: str) -> None:
+        self._axis, self._name = axis, name
         self._rank_groups: dict[tuple, RankGroup] = {}
 
     def begin(self, message: Any, is_ordered: bool, received: int) -> Noted:
@@ -132,7 +141,7 @@ class Transfers:
         group = self._rank_groups.get((pair, is_ordered))
         if group is None:
             of = TRANSFERS if is_ordered else MESSAGES
-            group = self._rank_groups[pair, is_ordered] = RankGroup((self._axis,), pair, of)
+            group = self._rank_groups[pair, is_ordered] = RankGroup((self._axis,), pair, of, name=self._name)
         group.count = number = group.count + 1
         entry = Noted((STARTED, message, group, number, received, None, "", monotonic(), None))
         transfers.append(entry)

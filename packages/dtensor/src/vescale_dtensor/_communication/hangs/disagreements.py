@@ -53,7 +53,7 @@ def _calls_of_their_own(reports: Mapping[int, Report]) -> str:
 
 def _last_common(reports: Mapping[int, Report]) -> Iterator[str]:
     """Yields the last communication that all ranks have come to."""
-    events = [{(e["key"], e["number"]): e for e in one["events"] if "key" in e} for one in reports.values()]
+    events = [{(e["key"], e["number"]): e for e in one["events"]} for one in reports.values()]
     common = set.intersection(*map(set, events)) if events else set()
     last = min((events[0][one] for one in common), key=lambda e: e["seconds_ago"], default=None)
     if last is not None:
@@ -63,14 +63,14 @@ def _last_common(reports: Mapping[int, Report]) -> Iterator[str]:
 
 def _disagreements(reports: Mapping[int, Report]) -> Iterator[tuple[tuple, str]]:
     """(order of importance, text) per group of ranks that disagree."""
-    groups: dict[tuple, dict[int, list[dict]]] = defaultdict(dict)  # (of, axes, ranks) -> rank -> events
+    groups: dict[str, dict[int, list[dict]]] = defaultdict(dict)  # key -> rank -> events
     for rank, one in reports.items():
         for event in one["events"]:
-            group = event["of"], tuple(event["axes"]), tuple(event["ranks"])
-            groups[group].setdefault(rank, []).append(event)
-    for (of, axes, ranks), by_rank in groups.items():
-        members = {rank: by_rank.get(rank, []) for rank in ranks if rank in reports}
-        axis = ", ".join(map(repr, axes))
+            groups[event["key"]].setdefault(rank, []).append(event)
+    for by_rank in groups.values():
+        event = next(iter(by_rank.values()))[0]
+        of, axis = event["of"], ", ".join(map(repr, event["axes"]))
+        members = {rank: by_rank.get(rank, []) for rank in event["ranks"] if rank in reports}
         if of == flight_recorder.MESSAGES:
             yield from _unanswered(reports, members, axis)
         else:
