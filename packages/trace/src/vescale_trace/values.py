@@ -141,6 +141,9 @@ def fill(template: Any, tensors: Iterable[Any]) -> Any:
 
 def copied(value: Any) -> Any:
     """Returns fresh containers around the same leaves: the caller may change them."""
+    kind = type(value)
+    if kind is tuple or kind is list:  # on the hot path
+        return kind(map(copied, value))
     inside = None if isinstance(value, Tensor) else parts(value)
     return value if inside is None else with_parts(value, {key: copied(item) for key, item in inside.items()})
 

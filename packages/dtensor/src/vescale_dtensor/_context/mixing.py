@@ -85,7 +85,7 @@ def note_read(layout: Layout, dim: int, position: int) -> None:
         _raise("getitem", rule, layout)
 
 
-def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> None:
+def _check(source: Layout, target: Layout, function: object) -> None:
     axis = _running[-1].axis
     state = source.states[axis] if source.mesh is _running[-1].mesh else None
     if state is None or state.kind != "S" or target.states[axis] is state or not _is_cut(source, state.dim):

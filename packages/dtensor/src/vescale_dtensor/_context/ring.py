@@ -176,9 +176,9 @@ def _backward(
         theirs = None
         if block is not None:
             theirs = tuple(each.total() for each in meet(block, *arrived.tensors))
-        _come_home(home, own, circle)
+        _come_home(home, own)
         home = mine.send_home(block, theirs, to)
-    _come_home(home, own, circle)
+    _come_home(home, own)
     return grad_query.total(), own[0].total(), own[1].total(), grad_mask
 
 
@@ -240,7 +240,7 @@ def _packed(key: Tensor, value: Tensor) -> Tensor:
     return buffer
 
 
-def _come_home(home: _Arrival | None, own: tuple[Sum, Sum], circle: Circle) -> None:
+def _come_home(home: _Arrival | None, own: tuple[Sum, Sum]) -> None:
     if home is None:
         return
     transfer.wait(home.under_way)

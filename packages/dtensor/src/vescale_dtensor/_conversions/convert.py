@@ -33,8 +33,8 @@ class Convert(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor, route: Route, own: bool) -> Tensor:
-        ctx.set_materialize_grads(False)  # who gives no gradient gives none, and not zeros
-        ctx.way = (route, events.current_cause())
+        ctx.materialize_grads = False  # who gives no gradient gives none, and not zeros
+        ctx.way = (route, events._current)
         return _moved(local, route, own)
 
     @staticmethod
@@ -196,7 +196,7 @@ def convert_operand(
     if events.strict_depth and communicates(source, target):
         raise_implicit(tensor, source, target, function, explanation)
     if about_to_move is not None:
-        about_to_move(tensor, source, target, function)
+        about_to_move(source, target, function)
     events.set_cause(function, tensor, source, target)
     return _converted(tensor, source, target, fresh=False)
 

@@ -33,17 +33,15 @@ from .cutting import assemble, grown, is_outermost, length, my_ranges, take, tak
 
 
 class Route:
-    """A conversion made ready: what to run, and the way back for the gradient."""
+    """A conversion made ready: what to run (None: nothing), and the way back for the gradient."""
 
-    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "run", "source", "target")
+    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "source", "target")
 
     def __init__(self, source: Layout, target: Layout) -> None:
         steps = plan(source, target)
         self.source, self.target = source, target
-        recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
-        self.recipe = (_in_order(_joined(recipe), source, target),) if recipe else ()
-        # What a region runs: always another tensor object. The bits beside the memory are the caller's to resolve.
-        self.run: Recipe = _joined(self.recipe)
+        recipe = [run for step in steps if (run := _COMPILE[step.kind](step)) is not None]
+        self.recipe = _in_order(_joined(recipe), source, target) if recipe else None
         self.is_alias = all(step.kind == "nothing" for step in steps)
         # The result may be a part of the source's memory, where nothing is sent and something is left out.
         self.only_cuts = not self.is_alias and not any(step.kind in COLLECTIVES for step in steps)
@@ -58,17 +56,14 @@ class Route:
 
     def __call__(self, local: Tensor) -> Tensor:
         """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""
-        recipe = self.recipe
-        if recipe and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
+        if self.recipe is None:
+            return local
+        if local.is_neg() or local.is_conj():  # bits beside the memory, which is what travels
             local = local.resolve_conj().resolve_neg()
-        for run in recipe:
-            local = run(local)
-        return local
+        return self.recipe(local)
 
 
-def _joined(recipe: tuple[Recipe, ...]) -> Recipe:
-    if not recipe:
-        return Tensor.detach
+def _joined(recipe: list[Recipe]) -> Recipe:
     if len(recipe) == 1:
         return recipe[0]
 

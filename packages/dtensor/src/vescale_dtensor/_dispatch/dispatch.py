@@ -75,8 +75,8 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         return _general(entry, function, args, kwargs or {})
     if kwargs:
         key: Any = key_of(args, kwargs, entry.exact)
-    elif (count := len(args)) == 2:  # `key_of`, written out for what most calls have
-        first, second = args
+    elif (count := len(args)) == 2 or count == 3:  # `key_of`, written out for what most calls have
+        first, second = args[0], args[1]
         kind = type(second)
         if kind is DTensor:
             second = second._layout
@@ -87,20 +87,16 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
             first = first._layout
         elif kind not in ATOMS:
             first = keyed(first, entry.exact)
-        key = (first, second)
-    elif count == 3 and type(args[0]) is DTensor:  # F.linear(x, weight, bias), x.transpose(1, 2)
-        first, second, third = args
-        kind = type(second)
-        if kind is DTensor:
-            second = second._layout
-        elif kind not in ATOMS:
-            second = keyed(second, entry.exact)
-        kind = type(third)
-        if kind is DTensor:
-            third = third._layout
-        elif kind not in ATOMS:
-            third = keyed(third, entry.exact)
-        key = (first._layout, second, third)
+        if count == 2:
+            key = (first, second)
+        else:  # F.linear(x, weight, bias), x.transpose(1, 2)
+            third = args[2]
+            kind = type(third)
+            if kind is DTensor:
+                third = third._layout
+            elif kind not in ATOMS:
+                third = keyed(third, entry.exact)
+            key = (first, second, third)
     elif count == 1 and type(args[0]) is DTensor:
         key = (args[0]._layout,)
     else:
@@ -115,11 +111,14 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         else:
             args, kwargs = map_tensors(args, _as_saved), map_tensors(kwargs or {}, _as_saved)
             out = apart(_run_local(decision.run, types, args, kwargs))
-        if type(out) is Tensor and not (decision.guarded and (_among(out, args) or decision.out.is_number)):
-            layout = decision.out
-            out.__class__ = DTensor
-            out._layout = layout if is_grad_enabled() else layout.untracked
-            return out
+        if type(out) is Tensor:
+            layout = decision.out if is_grad_enabled() else decision.out.untracked
+            if not decision.guarded:
+                out.__class__ = DTensor
+                out._layout = layout
+                return out
+            if not (decision.plain and _among(out, args)):
+                return attach(out, layout)
         return _finish(out, decision.out, args, decision)
     return _decided(entry, function, args, kwargs or {}, key, decision)
 

@@ -290,7 +290,7 @@ def attach(local: Tensor, layout: Layout) -> DTensor:
         source = local
         if local.requires_grad or local._is_view():
             local = local.as_subclass(DTensor)
-            if source.grad_fn is not None:
+            if not source.is_leaf:
                 local._source = (source, source._version)  # where a backward may start, past the node between them
         else:  # no view, for it may become a leaf: autograd cannot bring up to date a view of a leaf that is one
             local = _make_subclass(DTensor, local)

@@ -19,6 +19,7 @@ from .loss import loss_in
 Turn = tuple[Action, tuple[Action, ...]]
 """An action, and the receives that are posted before it is done."""
 _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
+_FLAGS = frozenset((bool, float))
 
 
 class Call:
@@ -113,10 +114,5 @@ def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:
         return None
 
     rest = map_tensors(inputs, seen)
-    flags = bytes(
-        value != 0
-        for module in modules
-        for value in module.__dict__.values()
-        if value is True or value is False or type(value) is float
-    )
-    return (tuple(tensors), repr(rest), flags)
+    flags = [value != 0 for module in modules for value in module.__dict__.values() if type(value) in _FLAGS]
+    return (tuple(tensors), repr(rest), bytes(flags))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from time import perf_counter
 from typing import Any
@@ -50,7 +51,7 @@ class Interpreter:
         self._link, self._tags, self._stages = member.link, member.tags, member.stages
         self._rank, self._last = member.rank, member.schedule.stages - 1
         self._placement, self._places = member.schedule.placement, member.places
-        self._call, self._parts = call, parts
+        self._call, self._parts, self._numbers = call, parts, call.numbers
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
         self._unannounced: dict[tuple[str, int, int], int] = {}  # to be received from a peer
@@ -69,10 +70,10 @@ class Interpreter:
             "B": self._do_backward,
             "I": self._do_input,
             "W": self._do_weight,
-            "SEND_F": self._send_forward,
-            "SEND_B": self._send_backward,
-            "RECV_F": self._receive_forward,
-            "RECV_B": self._receive_backward,
+            "SEND_F": partial(self._send, "F", 1),
+            "SEND_B": partial(self._send, "B", -1),
+            "RECV_F": partial(self._post, "F"),
+            "RECV_B": partial(self._post, "B"),
             "REDUCE": lambda stage, microbatch, peer: None,  # weights tied over stages are summed at the end
         }
 
@@ -111,7 +112,7 @@ class Interpreter:
         if self._random is not None:
             self._random.before(microbatch)
         forward = self._stages[stage].forward
-        slot = forward(microbatch, arrived, header, lambda: self._forward(part), self._memories)
+        slot = forward(microbatch, arrived, header, partial(self._forward, part), self._memories)
         if slot.returned:
             self.returned[microbatch] |= slot.returned
         if self._random is not None:
@@ -124,9 +125,9 @@ class Interpreter:
                 self.losses[microbatch] = slot.loss.detach()
             if not self._trains:
                 self.outputs[microbatch] = slot.output
-            elif self._call.numbers:
+            elif self._numbers:
                 made = tensors_in(slot.output)
-                self.numbers[microbatch] = [None if made[at].requires_grad else made[at] for at in self._call.numbers]
+                self.numbers[microbatch] = [None if made[at].requires_grad else made[at] for at in self._numbers]
             slot.output = None
         else:
             self._made["F", stage + 1, microbatch] = (slot.outputs, slot.header)
@@ -189,19 +190,8 @@ class Interpreter:
 
     # --- transfers ----------------------------------------------------------------------
 
-    def _send_forward(self, stage: int, microbatch: int, peer: int) -> None:
-        self._send("F", stage + 1, microbatch, peer)
-
-    def _send_backward(self, stage: int, microbatch: int, peer: int) -> None:
-        self._send("B", stage - 1, microbatch, peer)
-
-    def _receive_forward(self, stage: int, microbatch: int, peer: int) -> None:
-        self._post("F", stage, microbatch, peer)
-
-    def _receive_backward(self, stage: int, microbatch: int, peer: int) -> None:
-        self._post("B", stage, microbatch, peer)
-
-    def _send(self, kind: str, to_stage: int, microbatch: int, peer: int) -> None:
+    def _send(self, kind: str, way: int, stage: int, microbatch: int, peer: int) -> None:
+        to_stage = stage + way
         tensors, header = self._made.pop((kind, to_stage, microbatch))
         tag = self._tags(kind, to_stage, microbatch)
         known = self._call.headers.get((kind, to_stage, self._trains))

@@ -20,8 +20,7 @@ their place (`recomputing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -238,7 +237,7 @@ class Run:
                 with torch.no_grad():
                     slot.get().copy_(self.values[key])
         if event.fills is not None:
-            target = base_of(_filled(args, event))
+            target = base_of(args[0])
             become(target, _handle(event, target))
             if tensors_in(event.template) and event.template.key == event.fills:
                 return target
@@ -266,7 +265,7 @@ class Run:
 
     def _filling(self, event: Event, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor]:
         """The arguments of a function that fills a plain tensor, with a copy of that in its place; and that."""
-        target = _filled(args, event)
+        target = args[0]  # an in-place function writes to its first argument
         base = base_of(target)
         others = [self._real(tensor) for tensor in tensors_in((args, kwargs))]
         value = self.values[event.fills] = self._lift(base.clone(), others)
@@ -350,32 +349,22 @@ class Run:
         return map_tensors(out, lambda t: t if type(t) is Placeholder else placeholder(t, -2, origin, home, True))
 
 
-def _filled(args: tuple, event: Event) -> Tensor:
-    """The plain tensor that an in-place function writes to: its first argument."""
-    return args[0]
-
-
 def _handle(event: Event, filled: Tensor) -> Placeholder:
     """Returns the handle that the filled tensor becomes."""
     return placeholder(torch.empty(0, device="meta"), event.fills, event.name, filled.device)
 
 
-def recomputing(kept: dict[int, Tensor] | None) -> AbstractContextManager[None]:
-    """While a backward runs, user code that computes again finds `kept` behind its placeholders."""
-    return _recomputing(kept) if kept else _NOTHING
+def recomputing(kept: dict[int, Tensor] | None, backward: Callable, *given: Any) -> Any:
+    """Runs a backward. User code that computes again in it finds `kept` behind its placeholders."""
+    if not kept:
+        return backward(*given)
 
-
-_NOTHING = nullcontext()
-
-
-@contextmanager
-def _recomputing(kept: dict[int, Tensor]) -> Iterator[None]:
     def value(tensor: Tensor) -> Tensor:
         return kept.get(tensor.key, tensor) if type(tensor) is Placeholder else tensor
 
     before, current.again = current.again, value
     try:
-        yield
+        return backward(*given)
     finally:
         current.again = before
 

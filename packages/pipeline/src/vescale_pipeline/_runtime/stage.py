@@ -135,8 +135,7 @@ class Stage:
         run, halves = Run(record, self.index, values, self._codec.lift), Halves()
         before, current.halves = current.halves, halves
         try:
-            with memories.of_stage(self.index, values):
-                result = run(forward)
+            result = memories.of_stage(self.index, values, run, forward)
         finally:
             current.halves = before
         outputs: list[Tensor | None] = []
@@ -182,8 +181,7 @@ class Stage:
     def weight_backward(self, microbatch: int) -> list[Tensor]:
         """The other half: adds up the gradients of the weights. Gives the buffers that are free now."""
         slot = self._slots.pop(microbatch)
-        with recomputing(slot.kept):
-            found = slot.split.weights()
+        found = recomputing(slot.kept, slot.split.weights)
         slot.halves.end()
         self._add(found if slot.counts else _zeros(found))
         return slot.buffers
@@ -208,8 +206,7 @@ class Stage:
             roots.append(slot.loss)
             seeds.append(seed)
         wanted = [leaf for leaf in slot.leaves if leaf is not None]
-        with recomputing(slot.kept):
-            found, rest = compute(roots, seeds, wanted, self._weights)
+        found, rest = recomputing(slot.kept, compute, roots, seeds, wanted, self._weights)
         following = iter(found if slot.counts else _zeros(found))
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 

@@ -9,7 +9,7 @@ order (`Memories`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from .placeholder import Placeholder
 
 _OURS = frozenset(("_call_impl", "__deepcopy__", "parameters", "_vescale", "_is_hf_initialized"))
 """Attributes of modules that this library and transformers write."""
-_NOTHING = nullcontext()
 
 
 def kept(model: nn.Module) -> Kept:
@@ -79,17 +78,16 @@ class Memories:
         self._first = [_snapshot(value) for value in self._objects]
         self._of = {stage: list(self._first) for stage in stages}
 
-    def of_stage(self, stage: int, values: dict[int, Tensor]) -> AbstractContextManager[None]:
-        """A run of one microbatch. Placeholders that it leaves become the values behind them, or what was before."""
-        return self._of_stage(stage, values) if self._slots else _NOTHING
-
-    @contextmanager
-    def _of_stage(self, stage: int, values: dict[int, Tensor]) -> Iterator[None]:
+    def of_stage(self, stage: int, values: dict[int, Tensor], run: Callable, *given: Any) -> Any:
+        """Runs one microbatch. Placeholders that it leaves become the values behind them, or what was before."""
+        if not self._slots:
+            return run(*given)
         before = self._of[stage]
         for slot, value in zip(self._slots, before):
             slot.put(_snapshot(value))
-        yield
+        result = run(*given)
         self._of[stage] = [self._reduced(slot.get(), old, values) for slot, old in zip(self._slots, before)]
+        return result
 
     def _reduced(self, value: Any, before: Any, values: dict[int, Tensor]) -> Any:
         tensors = tensors_in(value)

@@ -268,8 +268,7 @@ class Link:
         is received next must not be a part.
         """
         if _storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
-            key = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-            self._free.setdefault(key, []).append(tensor.detach())
+            self._free.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(tensor.detach())
 
     def close(self) -> None:
         """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""

@@ -110,9 +110,8 @@ def _memory(tensor: Tensor) -> int:
 
 def copies_of(given: tuple[tuple, dict[str, Any]], handed: tuple[tuple, dict[str, Any]]) -> Copies | None:
     """Pairs the arguments of a call with those that a step made of them; None if it made nothing new."""
-    pairs = [*zip(given[0], handed[0]), *((own, handed[1].get(name)) for name, own in given[1].items())]
     copies = None
-    for own, copy in pairs:
+    for own, copy in (*zip(given[0], handed[0]), *zip(given[1].values(), map(handed[1].get, given[1]))):
         if own is not copy:
             copies = copies or Copies()
             copies.note(own, copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -56,12 +57,10 @@ def split(
             return (value,) * count
         return [fill(value, part) for part in zip(*map(parts, tensors))]
 
-    columns = [parts(value) for value in inputs[0]]
-    named = {name: parts(value) for name, value in inputs[1].items()}
-    return [
-        (tuple(column[i] for column in columns), {name: column[i] for name, column in named.items()})
-        for i in range(count)
-    ]
+    args, kwargs = inputs
+    columns = zip(*map(parts, args)) if args else repeat((), count)
+    named = zip(*map(parts, kwargs.values())) if kwargs else repeat((), count)
+    return [(own, dict(zip(kwargs, values))) for own, values in zip(columns, named)]
 
 
 def check_awaits_no_gradient(inputs: tuple[tuple, dict]) -> None:
