@@ -1,7 +1,7 @@
 """Trains on two nodes of two ranks, loses a rank, then a node, gets it back, and shows that nothing of it is seen in
 the losses.
 
-    python examples/elastic/train.py outputs/elastic
+    python examples/elastic/train.py outputs/elastic      # a second argument: the ranks of a node
 
 A node is an agent of torchrun on this machine. Nothing here is veScale's but `vescale train` and its configuration:
 torchrun finds out who is lost and starts the ranks that are left, which generate a plan for as many and go on from the
@@ -22,13 +22,13 @@ CONFIG = Path(__file__).with_name("config.toml")
 PATIENCE_S = 240.0
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, ranks: int = 2) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = (f"{i * i} is the square of {i}, which is {i % 7} more than sevens. " for i in range(3000))
     (folder / "book.txt").write_text("".join(text))
     port = random.randrange(15000, 30000)  # below those that a system gives to connections
     run = folder / "run"
-    nodes = [started(folder, run, port) for _ in range(2)]
+    nodes = [started(folder, run, port, ranks) for _ in range(2)]
     try:
         wait_for(run, 10, nodes)
         os.kill(ranks_of(nodes[1])[0], signal.SIGKILL)
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         shutil.rmtree(folder / "memory-1")
         print("a node was killed, and its memory is gone", flush=True)
         wait_for(run, 26, nodes[:1])
-        nodes.append(started(folder, run, port))
+        nodes.append(started(folder, run, port, ranks))
         print("a node came", flush=True)
         if nodes[0].wait():
             raise SystemExit(f"torchrun ended with {nodes[0].returncode}: see {folder}/node-*.log")
@@ -64,9 +64,10 @@ def command(folder: Path, run: Path) -> list[str]:
     return ["-m", "vescale", "train", str(CONFIG), *(f"{key}={value}" for key, value in given.items())]
 
 
-def started(folder: Path, run: Path, port: int) -> subprocess.Popen:
-    """An agent of torchrun with two ranks; the first hosts the place where agents meet, and must live."""
-    options = ["--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=elastic", "--rdzv-backend=c10d"]
+def started(folder: Path, run: Path, port: int, ranks: int) -> subprocess.Popen:
+    """An agent of torchrun with its ranks; the first hosts the place where agents meet, and must live."""
+    options = ["--nnodes=1:2", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+    options += ["--rdzv-id=elastic", "--rdzv-backend=c10d"]
     place = len(list(folder.glob("node-*.log")))
     options += [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf=last_call_timeout=5,is_host={int(place == 0)}"]
     log = folder / f"node-{place}.log"
@@ -99,4 +100,4 @@ def told(log: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

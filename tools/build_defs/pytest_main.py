@@ -11,6 +11,7 @@ VESCALE_GRID says what runs, and under plain pytest, nothing is left out.
 """
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -43,6 +44,10 @@ class Core:
     def __init__(self, beyond: set[str]) -> None:
         self.beyond = beyond
 
+    def pytest_collection_finish(self) -> None:
+        gc.enable()
+        gc.freeze()  # no collection walks what imports left
+
     def pytest_collection_modifyitems(self, config, items) -> None:
         import pytest
 
@@ -70,6 +75,7 @@ def main() -> int:
 
     use_only([root for root in options.roots.split(":") if root])
     isolate()
+    gc.disable()
     # Imported only now: what it loads must already see the path and the environment set above.
     import pytest
 

@@ -20,6 +20,7 @@ def put(helper: effects.Helper, files: Mapping[str, bytes]) -> None:
     """The helper stands where it does in `files`: marshalled code of whole files, by the files' paths."""
     builtins.__dict__[grammar.HELPER] = helper
     new = {path: _codes(marshal.loads(code)) for path, code in files.items()}
+    gc.unfreeze()  # which a fork server did with what its ranks share
     for function in [one for one in gc.get_objects() if type(one) is FunctionType]:
         code = function.__code__
         found = new.get(code.co_filename, {}).get(_key(code))

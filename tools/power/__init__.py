@@ -13,5 +13,6 @@ gone. A test that hangs is no killer. Whole files, a third of the mutants, are h
 those alone.
 
     make power AREAS="layouts rules" TESTS=packages/dtensor/tests     goes on where it was stopped; ends with the report
+    make power AREAS="rng plans" EACH=3                               areas by name, or whole packages
     make power CHOOSE=1                                               from what was found at this commit
 """

@@ -23,8 +23,8 @@ KILLERS, CPU_S = 5, 60.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m power", description=__doc__)
-    parser.add_argument("--areas", nargs="*", default=list(places.AREAS), choices=places.AREAS)
-    parser.add_argument("--each", type=int, default=15, help="mutants of each area")
+    parser.add_argument("--areas", nargs="*", default=list(places.AREAS), choices={*places.AREAS, *places.PACKAGES})
+    parser.add_argument("--each", type=int, default=15, help="mutants of each area or package")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", nargs="*", default=["packages"], help="files and folders, as pytest takes them")
     parser.add_argument("--folder", type=Path, help="what is known of a commit; build/power/<commit> without it")

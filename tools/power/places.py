@@ -44,6 +44,7 @@ AREAS = {
     "trace": "packages/trace/src/vescale_trace",
     "training": "packages/vescale/src/vescale",
 }
+PACKAGES = sorted(source.parent.name for source in TOP.glob("packages/*/src"))
 _OTHER = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -80,10 +81,10 @@ def places_of(file: str, source: str) -> list[Place]:
 
 
 def drawn(areas: Sequence[str], each: int, seed: int) -> list[Place]:
-    """Returns so many places of each area, areas and kinds in turn, by chance from the seed."""
+    """Returns so many places of each area or package, these and kinds in turn, by chance from the seed."""
     found: list[list[Place]] = []
     for area in areas:
-        folder = TOP / AREAS[area]
+        folder = TOP / AREAS.get(area, f"packages/{area}/src")
         all_places = [
             place
             for path in sorted(folder.rglob("*.py"))

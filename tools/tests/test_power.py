@@ -81,6 +81,11 @@ def test_every_source_takes_all_its_mutants():
             compile(places.mutated(source, {at: at + 1 for at in range(count)}), str(path), "exec")
 
 
+def test_defects_are_drawn_from_a_whole_package():
+    found = places.drawn(["pipeline", "trace"], 3, 0)
+    assert [place.file.split("/")[1] for place in found] == ["pipeline", "trace"] * 3
+
+
 def test_processes_share_the_board(tmp_path, monkeypatch):
     monkeypatch.delenv("VESCALE_POWER_BOARD", raising=False)
     monkeypatch.setenv("VESCALE_POWER_BOARD", "")  # is taken back

@@ -3,6 +3,7 @@
 import inspect
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ class Floats:
         (object, [3, None, "x"], []),
         (list[list[int]], [[[1], []]], [[[1], 1], [1]]),
     ],
-    ids=str,
+    ids=lambda one: re.sub(" at 0x[0-9a-f]+", "", str(one)),
 )
 def test_a_value_fits_a_type_or_does_not(hint, fitting, others):
     assert all(fits(one, hint) for one in fitting)

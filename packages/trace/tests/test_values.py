@@ -120,7 +120,11 @@ def test_kinds_are_walked_and_mapped_alike(kind):
     assert again is not value and shown(again) == before and tensors_in(again)[0] is ONE
 
 
-@pytest.mark.parametrize("leaf", [None, 3, "text", nn.Linear(1, 1), {1}, Mutable, range(2), object()], ids=str)
+@pytest.mark.parametrize(
+    "leaf",
+    [None, 3, "text", nn.Linear(1, 1), {1}, Mutable, range(2), object()],
+    ids=lambda one: str(one).partition(" at 0x")[0],
+)
 def test_leaves_are_the_same_objects(leaf):
     assert list(leaves(leaf)) == [leaf] and tensors_in(leaf) == [] and copied(leaf) is leaf
     assert map_tensors([leaf, ONE], lambda tensor: TWO)[0] is leaf

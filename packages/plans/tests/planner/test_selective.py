@@ -23,7 +23,7 @@ from vescale_plans.search import (
 )
 from vescale_plans.search.pricer import Pricer
 
-warm_up("torch._dynamo", "vescale_plans", "transformers")
+warm_up("torch._dynamo", "vescale_plans", "transformers.models.llama.modeling_llama")
 
 ROWS, POSITIONS, WORDS, LAYERS = 8, 128, 512, 4
 NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -11,7 +11,7 @@ from architectures import outcome, register
 from vescale._planning import from_config
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 DENSE = ("llama", "qwen3", "gemma2", "phi3", "gpt2")
 OF_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "granitemoe")

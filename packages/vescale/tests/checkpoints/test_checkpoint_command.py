@@ -248,3 +248,12 @@ def test_what_is_exported_like_a_published_folder_is_served(tmp_path, name):
     said = call("serve-check", tmp_path / "out", status=1)
     assert "WRONG transformers loads it" in said and "not head, lm_head.weight" in said
     assert "does not load it" in call("serve-check", tmp_path / "nothing", status=1)
+
+
+def test_what_is_served_is_the_class_that_the_configuration_names(tmp_path):
+    """Not the causal one that its kind has, too."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    assert "transformers loads it into BertForMaskedLM" in call("serve-check", tmp_path)

@@ -13,7 +13,7 @@ from vescale_dtensor import VescaleError
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("vescale", "transformers", "safetensors.torch")
+warm_up("vescale", "transformers.models.llama.modeling_llama", "safetensors.torch")
 
 CONFIG = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

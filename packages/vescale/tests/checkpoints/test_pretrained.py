@@ -13,7 +13,7 @@ from vescale.pretrained import places_of
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 
 def whole(model):

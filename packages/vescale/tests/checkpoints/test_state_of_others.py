@@ -17,7 +17,7 @@ from vescale.pretrained import places_of
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("vescale", "transformers", "safetensors.torch", "torch.distributed.checkpoint")
+warm_up("vescale", "transformers.models.llama.modeling_llama", "safetensors.torch", "torch.distributed.checkpoint")
 
 CONFIG = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -17,7 +17,7 @@ from vescale_dtensor.engine import local_only
 from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of, warm_up
 from vescale_plans import Pipeline, library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 POSITIONS, VOCABULARY, BATCH, STEPS, MICROBATCHES = 12, 32, 4, 3, 2
 MESH = {"dp": 2, "tp": 2}
@@ -346,6 +346,16 @@ def test_recording_changes_nothing_and_leaves_nothing(tmp_path):
         return same, left
 
     assert run_ranks(4, with_and_without, tmp_path / "run", timeout=120) == [(True, False)] * 4
+
+
+def test_what_stood_around_an_optimizers_step_stands_there_again(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedulers = vars(optimizer)["step"]
+    with vescale.record(model, tmp_path / "run", optimizer=optimizer):
+        assert optimizer.step is not schedulers
+    assert vars(optimizer)["step"] is schedulers
 
 
 def test_a_pipeline_and_one_device_do_not_differ(one_device, tmp_path):

@@ -22,7 +22,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans._capture.explain import compiled
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._inductor.compile_fx", "vescale", "transformers.models.llama.modeling_llama")
 
 STEPS, WORDS, VOCABULARY, CLOSE = 5, (2, 12), 64, 1e-5
 needs_a_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="inductor makes C++ on a CPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -153,11 +154,25 @@ def test_a_session_in_a_terminal_under_torchrun(ranks: int, tmp_path: Path) -> N
     script.write_text(SCRIPT)
     typed = ["p x.shape", "p x.float().mean().item() is not None", "n", "p self.down_proj.weight.full_tensor().shape"]
     typed += ["u", "d", "p x.sum().item() == x.full_tensor().sum().item() or 'close'", "c"]
-    undisturbed, _ = run_in_terminal(script, ranks, [])
+    undisturbed = run_ranks(ranks, losses_of, SCRIPT)[0]
     losses, text = run_in_terminal(script, ranks, typed)
     assert len(losses) == 4 and losses == undisturbed
     assert "-> vescale.breakpoint()" in text and "torch.Size([8, 16, 32])" in text
     assert "-> return inner(self, x)" in text and "torch.Size([32, 64])" in text and "rank 1" not in text
+
+
+def losses_of(script: str) -> list[str]:
+    """The losses of a rank of the pool that nothing stops."""
+    from transformers.models.llama import modeling_llama
+
+    own, arguments = modeling_llama.LlamaMLP.forward, sys.argv
+    sys.argv = ["train.py"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        modeling_llama.LlamaMLP.forward, sys.argv = own, arguments
+    return re.findall(r"^loss (\S+)$", said.getvalue(), re.M)
 
 
 def run_in_terminal(script: Path, ranks: int, lines: list[str]) -> tuple[list[str], str]:
@@ -178,9 +193,7 @@ def run_in_terminal(script: Path, ranks: int, lines: list[str]) -> tuple[list[st
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
     said = script.with_suffix(".errors")
     with said.open("w") as errors:
-        process = subprocess.Popen(
-            command + ["stop"] * bool(lines), stdin=slave, stdout=slave, stderr=errors, env=environment
-        )
+        process = subprocess.Popen([*command, "stop"], stdin=slave, stdout=slave, stderr=errors, env=environment)
     os.close(slave)
     text, typed = "", 0
     try:

@@ -24,7 +24,7 @@ from vescale_dtensor.engine import is_reproducible
 from vescale_dtensor.testing import assert_ranks_agree, in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 PACKAGES = Path(__file__).parents[3]
 
 

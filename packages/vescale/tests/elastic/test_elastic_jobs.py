@@ -13,10 +13,10 @@ from vescale_plans import Plan
 TOP = Path(__file__).absolute().parents[4]
 
 
-@pytest.mark.core
-def test_a_rank_and_a_node_are_killed(tmp_path):
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.core), 2])
+def test_a_rank_and_a_node_are_killed(tmp_path, ranks):
     """The example itself. That the node comes in time is not asked: a fast machine is through by then."""
-    command = [sys.executable, str(TOP / "examples/elastic/train.py"), str(tmp_path / "run")]
+    command = [sys.executable, str(TOP / "examples/elastic/train.py"), str(tmp_path / "run"), str(ranks)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=900)
     logs = [log.read_text()[-3000:] for log in tmp_path.glob("run/node-*.log")]
     assert found.returncode == 0, (found.stdout, found.stderr, logs)

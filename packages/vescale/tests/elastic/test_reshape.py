@@ -11,7 +11,7 @@ import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 BATCH, POSITIONS = 8, 16
 SPLITS = {"batch": 4, "seq": 8, "hidden": 4}

@@ -14,7 +14,7 @@ from vescale_dtensor.engine import DescribedMask
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Pipeline, Plan, library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 LOSS, PARAMETER, GRADIENT = 1e-5, 1e-4, 1e-6  # the gradient's before the first step
 # One device's own gradient of a key's norm is 5e-7 from float64's: gradients of these are compared in float64.

@@ -7,7 +7,7 @@ import pytest
 
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 BENCHMARKS = str(Path(__file__).absolute().parents[4] / "benchmarks/runtime")
 POSITIONS = 2048
 

@@ -10,7 +10,7 @@ from vescale_dtensor import OperatorError, Replicate, ShapeError, VescaleError
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Boundary, Plan
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, BATCH, POSITIONS, WIDTH = 61, 2, 24, 16
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}

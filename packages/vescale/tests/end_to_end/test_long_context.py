@@ -5,7 +5,7 @@ import torch
 
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 STEPS, LENGTH, LOSS = 4, 512, 1e-5
 
 

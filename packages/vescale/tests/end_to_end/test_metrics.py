@@ -10,7 +10,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("vescale", "transformers")
+warm_up("vescale", "transformers.models.llama.modeling_llama")
 
 CONFIG = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

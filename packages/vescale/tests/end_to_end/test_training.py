@@ -11,7 +11,7 @@ import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 POSITIONS, STEPS, LAYERS = 24, 20, 2
 LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 
-warm_up("vescale", "transformers")
+warm_up("vescale", "transformers.models.llama.modeling_llama")
 
 QUESTIONS = {
     "shape": lambda t: tuple(t.shape),

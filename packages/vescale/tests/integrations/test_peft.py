@@ -8,7 +8,8 @@ from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 pytest.importorskip("peft", reason="these tests are of PEFT")
-warm_up("vescale", "vescale.integrations.peft", "vescale.integrations.accelerate", "transformers")
+warm_up("vescale", "vescale.integrations.peft", "vescale.integrations.accelerate")
+warm_up("transformers.models.llama.modeling_llama")
 
 CONFIG = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

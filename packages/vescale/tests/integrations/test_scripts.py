@@ -9,7 +9,7 @@ import pytest
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 pytest.importorskip("accelerate", reason="the scripts are of transformers' Trainer and accelerate")
-warm_up("vescale", "transformers")
+warm_up("vescale", "transformers.models.llama.modeling_llama")
 
 FOLDER = Path(__file__).absolute().parents[4] / "examples" / "libraries"
 SCRIPTS = {"trainer": "accelerate", "accelerated": "accelerate", "lora": "peft", "fabric": "lightning", "sft": "trl"}

@@ -11,7 +11,7 @@ from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-warm_up("vescale", "vescale.integrations.transformers", "transformers")
+warm_up("vescale", "vescale.integrations.transformers", "transformers.models.llama.modeling_llama")
 
 LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
 CONFIG = {

@@ -13,7 +13,7 @@ from vescale_plans import library
 
 pytest.importorskip("trl", reason="these tests are of TRL")
 pytest.importorskip("datasets", reason="TRL's trainers read datasets")
-warm_up("vescale", "vescale.integrations.transformers", "transformers", "trl", "datasets")
+warm_up("vescale", "vescale.integrations.transformers", "transformers.models.llama.modeling_llama", "trl", "datasets")
 
 LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
 WORDS = [f"w{at}" for at in range(56)]

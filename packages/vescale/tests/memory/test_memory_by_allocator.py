@@ -10,7 +10,7 @@ from vescale import Pipeline, Precision, dry_run
 from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 LAYERS, BATCH, POSITIONS, VOCABULARY = 6, 8, 32, 128
 STEPS = 6

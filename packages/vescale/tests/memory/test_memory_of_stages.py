@@ -7,7 +7,7 @@ import vescale
 from vescale import Precision
 from vescale_dtensor.testing import slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 MARGIN = 0.08
 POSITIONS, VOCABULARY = 64, 512

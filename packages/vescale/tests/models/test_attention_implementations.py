@@ -14,7 +14,7 @@ import vescale
 from vescale_dtensor import comm_trace
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "torch.nn.attention.flex_attention", "vescale", "transformers")
+warm_up("torch._dynamo", "torch.nn.attention.flex_attention", "vescale", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, BATCH, POSITIONS, STEPS = 61, 4, 24, 3
 SIZES = {

@@ -9,7 +9,7 @@ import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import PlanError
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2, "pad_token_id": 0}

@@ -12,7 +12,7 @@ import torch
 
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 EXAMPLES = Path(__file__).absolute().parents[4] / "examples"
 FAMILIES = ("nanogpt", "llama", "mixtral")

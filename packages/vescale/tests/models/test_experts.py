@@ -11,7 +11,7 @@ from vescale_dtensor.engine import watched
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, expert_load
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, HIDDEN, LAYERS, EXPERTS, CHOSEN = 64, 32, 2, 8, 2
 BATCH, POSITIONS, STEPS = 8, 12, 10

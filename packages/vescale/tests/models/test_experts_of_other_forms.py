@@ -10,7 +10,7 @@ from vescale_dtensor import Shard
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, PlanError
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 RANKS, BATCH, POSITIONS, VOCABULARY, HIDDEN, EXPERTS = 2, 4, 12, 64, 32, 4
 SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 64, "num_local_experts": EXPERTS}

@@ -24,7 +24,7 @@ from vescale_plans._calls.phases import (
     STANDS_APART,
 )
 
-warm_up("vescale", "transformers")
+warm_up("vescale", "transformers.models.llama.modeling_llama")
 
 PACKAGES = (vescale_dtensor, vescale_pipeline, vescale_plans, vescale)
 REGISTERS = {

@@ -10,7 +10,7 @@ from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, BATCH, POSITIONS = 61, 6, 12
 DECODER = {

@@ -15,7 +15,7 @@ import torch
 
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 EXAMPLES = Path(__file__).absolute().parents[4] / "examples"
 # Ranks, and a part of the mesh that is left out where the whole grid is not asked for: eight processes are many.

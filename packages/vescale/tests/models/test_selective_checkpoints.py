@@ -13,7 +13,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
-warm_up("vescale", "transformers")
+warm_up("vescale", "transformers.models.llama.modeling_llama")
 STEPS = 3
 
 

@@ -10,7 +10,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 POSITIONS, STEPS, ROWS, VOCABULARY = 16, 10, 2, 64  # rows of a microbatch
 LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11

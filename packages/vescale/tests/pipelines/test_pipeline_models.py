@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 ROWS, POSITIONS, VOCABULARY = 4, 10, 96
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

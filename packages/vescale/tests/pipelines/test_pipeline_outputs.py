@@ -11,7 +11,7 @@ import vescale
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 ROWS, WIDTH, COUNT = 8, 6, 4
 

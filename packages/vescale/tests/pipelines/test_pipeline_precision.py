@@ -6,7 +6,7 @@ import torch
 import vescale
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 STEPS, ROWS, POSITIONS, VOCABULARY, MICROBATCHES = 3, 4, 10, 96, 2
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

@@ -14,7 +14,7 @@ from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Pipeline, Plan, PlanError, dry_run, library
 from vescale_plans._dry.meter import Meter
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 BATCH, POSITIONS, VOCABULARY = 8, 32, 128
 

@@ -7,7 +7,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 BATCH, POSITIONS, WORDS, STEPS = 8, 16, 64, 3
 CASES = {

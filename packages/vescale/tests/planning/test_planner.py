@@ -16,7 +16,7 @@ import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of, unnamed, warm_up
 from vescale_plans.search import generate_plan, sample_of, split_parameters, structure_of
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
 STEPS, BATCH, POSITIONS, WORDS = 3, 4, 6, 61

@@ -27,7 +27,7 @@ from vescale_plans.search import (
 )
 from vescale_plans.timeline import operation_of
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 CPU = hardware_of("cpu")
 aten = torch.ops.aten
 

@@ -35,7 +35,9 @@ def counts():
 
 
 @pytest.mark.parametrize(
-    ("call", "value", "act"), list(counts()), ids=lambda one: ascii(one)[:24] if not callable(one) else ""
+    ("call", "value", "act"),
+    list(counts()),
+    ids=lambda one: ascii(one).partition(" at 0x")[0][:24] if not callable(one) else "",
 )
 def test_a_wrong_value_is_a_typed_error(call, value, act):
     began = time.monotonic()

@@ -16,7 +16,7 @@ from vescale_dtensor.engine import is_reproducible
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 BATCH, POSITIONS, STEPS = 8, 16, 20
 SPLITS = {"batch": 8, "seq": 2, "hidden": 8}

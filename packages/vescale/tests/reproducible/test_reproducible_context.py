@@ -10,7 +10,7 @@ from vescale_dtensor import reproducible
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Plan, library
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 VOCABULARY, BATCH, POSITIONS, STEPS = 64, 2, 24, 3
 SPLITS = {"batch": 2, "seq": 8, "hidden": 4}

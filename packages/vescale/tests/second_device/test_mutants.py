@@ -9,7 +9,7 @@ from sweeps.training_cases import CASES
 from sweeps.training_verdict import wanted_of
 from vescale_dtensor.testing import in_turns, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 TRAININGS = ("llama-zero2-clip", "llama-1f1b-clip", "llama-tp-sp", "gpt-dropout-zero3", "mixtral-experts")
 MUTANTS, DRAW = 4, 332

@@ -15,7 +15,7 @@ from sweeps.training_cases import CASES, train
 from sweeps.training_verdict import bounds_of, other_waits, own_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 SNAPSHOT = Path(__file__).parents[1] / "snapshots" / "host_waits.json"
 WRITE = os.environ.get("VESCALE_WRITE_WAITS") == "1"

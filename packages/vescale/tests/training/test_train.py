@@ -20,7 +20,7 @@ from vescale._training.script import script_of
 from vescale._training.stop import Stop
 from vescale_dtensor.testing import run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale", "transformers")
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 CONFIG = """
 [model]

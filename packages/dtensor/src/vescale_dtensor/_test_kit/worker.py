@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import io
 import json
@@ -158,8 +159,11 @@ def loads(value: bytes) -> Any:
 def serve_forks(command_fd: int, modules: list[str]) -> NoReturn:
     """Main of the fork server: serve 'fork' and 'reap' until the caller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    gc.disable()
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # no collection of a rank walks, and so copies, what all of them share
+    gc.enable()
     command = socket.socket(fileno=command_fd)
     children: set[int] = set()
     while True:
