@@ -72,7 +72,7 @@ def ask(part: Part) -> None:
     dist.init_process_group("second" if part.device == "second" else "cpu:gloo,cuda:nccl", store=dist.HashStore(),
                             rank=0, world_size=1)  # fmt: skip
     missing = importlib.util.find_spec("torchtitan") is None
-    part.each("TorchTitan", lambda: "not installed here" if missing else "installed: see make torchtitan")
+    part.each("TorchTitan", lambda: {"not run": "not installed here" if missing else "see make torchtitan"})
     if part.device == "second":
         part.each("a small Llama", lambda: beside("second", SMALL, (2, 8), torch.float32))
         return
