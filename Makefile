@@ -9,8 +9,7 @@ RUN := $(VENV)/bin/python
 DIST := .venv-dist
 
 # The meta package last: the six that it requires come before it, in the same pip call.
-PACKAGES := trace dtensor rng plans pipeline checkpoint vescale
-EXTRAS_dtensor := [testing]
+PACKAGES := trace dtensor testkit rng plans pipeline checkpoint vescale
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := build editables hatchling
 TOOLS := accelerate asv expecttest furo hypothesis ipykernel mypy myst-parser nbclient numpy nvidia-ml-py peft pytest \
@@ -95,7 +94,7 @@ $(STAMP): $(STAMP_INPUTS)
 	    $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setup: installing the build tools"
 	@$(RUN) -m pip install -q -c constraints.txt $(BUILD_TOOLS)
-	@echo "setup: installing torch, the tools and the seven packages (some minutes the first time)"
+	@echo "setup: installing torch, the tools and the packages (some minutes the first time)"
 	@$(RUN) -m pip install -q -c constraints.txt --no-build-isolation torch $(TOOLS) \
 	    $(foreach package,$(PACKAGES),-e ./packages/$(package)$(EXTRAS_$(package)))
 	@touch $@

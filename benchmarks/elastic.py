@@ -22,7 +22,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 

@@ -40,7 +40,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor.testing import allocations, run_ranks, warm_up
+from vescale_testkit import allocations, run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))

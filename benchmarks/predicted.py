@@ -27,7 +27,7 @@ from planning import predicted_memory
 from planning.predicted_cases import CASES, MESHES
 from planning.predicted_points import add_measured, draw, judged, predicted
 from planning.predicted_steps import measure, rounds_in
-from vescale_dtensor.testing import warm_up
+from vescale_testkit import warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 

@@ -98,7 +98,7 @@ def read(library: str, case: str, folder: str) -> dict[str, float]:
 
 def run(*given: str) -> list[dict[str, float]]:
     """What two new processes take."""
-    from vescale_dtensor.testing import free_port
+    from vescale_testkit import free_port
 
     port = free_port()
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

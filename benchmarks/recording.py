@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 

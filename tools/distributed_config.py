@@ -23,7 +23,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 

@@ -4,7 +4,7 @@
     fresh_install(..., offline=True)    in the tests: third-party packages are those of the running environment
 
 Using it means: its module and those of its siblings come from the new environment, it imports no other package of
-ours, its version is right, and its README's examples run.
+ours, its version is right, and its README's examples run, with the test kit beside it where they use that.
 """
 
 import json
@@ -50,14 +50,14 @@ def fresh_install(package: Package, packages: list[Package], *, folder: Path, of
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     python = folder / "bin" / "python"
     needed = siblings(package, packages)
-    sources = [str(found.folder) for found in (package, *needed)]
     options = ["-q", "--disable-pip-version-check"]
     if offline:
         lend_third_party(folder)
         options += ["--no-build-isolation", "--no-index"]
     else:
         options += ["-c", str(TOP / "constraints.txt")]
-    _run([sys.executable, "-m", "pip", "--python", str(python), "install", *options, *sources], cwd=folder)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", *options]
+    _run([*install, *(str(found.folder) for found in (package, *needed))], cwd=folder)
 
     probe = json.loads(_run([str(python), "-I", "-c", _PROBE, package.module], cwd=folder).splitlines()[-1])
     if probe["version"] != package.version:
@@ -70,6 +70,9 @@ def fresh_install(package: Package, packages: list[Package], *, folder: Path, of
 
     program = folder / "readme.py"
     program.write_text(readme_program(package.folder / "README.md"))
+    for kit in packages:
+        if kit.is_kit and kit != package and kit.module in program.read_text():
+            _run([*install, str(kit.folder)], cwd=folder)
     _run([str(python), "-I", str(program)], cwd=folder)
 
 

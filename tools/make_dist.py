@@ -1,6 +1,6 @@
 """A wheel and a source archive of every package, as they go to an index, and a look at what is in them.
 
-    make dist                           into dist/
+    make dist                           into dist/; the test kit into dist/testkit/
     make_dist(folder, wheels_only=True)    in the tests
 
 The wheel is built from the source archive, so that what only this tree has cannot be missed later.
@@ -27,7 +27,8 @@ def make_dist(folder: Path, packages: list[Package], *, wheels_only: bool = Fals
     """Builds all packages into `folder`, with the running environment's build tools; the wheels."""
     for package in packages:
         what = ["--wheel"] if wheels_only else []
-        command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(folder), str(package.folder)]
+        what += ["--outdir", str(_into(folder, package)), str(package.folder)]
+        command = [sys.executable, "-m", "build", "--no-isolation", *what]
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if run.returncode:
             raise DistError(f"{package.distribution} did not build:\n{run.stdout}{run.stderr}")
@@ -52,8 +53,13 @@ def check_wheel(package: Package, wheel: Path) -> None:
         raise DistError(f"{wheel.name} lacks {', '.join(missing)}")
 
 
+def _into(folder: Path, package: Package) -> Path:
+    """Returns the folder of archives: what trains lies together, to be installed whole."""
+    return folder / package.name if package.is_kit else folder
+
+
 def _wheel_of(package: Package, folder: Path) -> Path:
-    (wheel,) = folder.glob(f"{package.module}-{package.version}-*.whl")
+    (wheel,) = _into(folder, package).glob(f"{package.module}-{package.version}-*.whl")
     return wheel
 
 

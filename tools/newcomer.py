@@ -17,7 +17,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from fresh_install import lend_third_party
+from fresh_install import lend_third_party, siblings
 from make_dist import make_dist
 from package_tree import read_packages
 
@@ -76,7 +76,8 @@ def walk(folder: Path) -> dict:
     ignored = shutil.ignore_patterns("__pycache__", ".*", "tests")
     shutil.copytree(TOP / "packages", folder / "source" / "packages", ignore=ignored)  # files, where Bazel has links
     packages = read_packages(folder / "source")
-    wheels = make_dist(folder / "wheels", packages, wheels_only=True)
+    (meta,) = (package for package in packages if package.name == "vescale")
+    wheels = make_dist(folder / "wheels", [meta, *siblings(meta, packages)], wheels_only=True)
     venv.create(folder / "environment", with_pip=False, symlinks=True)
     lend_third_party(folder / "environment")
     python = folder / "environment" / "bin" / "python"

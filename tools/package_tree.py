@@ -26,6 +26,10 @@ class Import:
         return f"{self.name}.".startswith(f"{module}.")
 
 
+KIT = "testkit"
+"""The package of tests: no other one needs it, and it pins the core, whose insides it sees."""
+
+
 @dataclass(frozen=True)
 class Package:
     """One folder of packages/."""
@@ -67,6 +71,14 @@ class Package:
         """The distributions that its extras name."""
         extras = self._project.get("optional-dependencies", {})
         return {split_requirement(requirement)[0] for extra in extras.values() for requirement in extra}
+
+    @property
+    def is_kit(self) -> bool:
+        return self.name == KIT
+
+    def pins(self, sibling: "Package") -> bool:
+        """True if it goes with one version of a sibling alone."""
+        return "==" in self.requirements.get(sibling.distribution, "")
 
     @cached_property
     def imports(self) -> list[Import]:

@@ -116,7 +116,7 @@ def build_second_device() -> None:
                     capture_output=True,
                     timeout=INSTALL_S,
                 )
-    build = "from vescale_dtensor._second import library; library()"
+    build = "from vescale_testkit.second import library; library()"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run([sys.executable, "-c", build], stdin=subprocess.DEVNULL, capture_output=True, timeout=BUILD_S)
 

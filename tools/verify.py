@@ -119,7 +119,7 @@ CHECKS: tuple[Check, ...] = (
     Check(3, 3, "torch's module tests", tests("dtensor", "core/test_modules"), 30 * MINUTES),
     Check(4, 1, "random numbers bitwise, CPU", tests("rng"), 30 * MINUTES),
     Check(3, 1, "vmap and torch.func raise", tests("dtensor", "core/test_functorch")),
-    Check(3, 1, "autocast, inference mode, parametrizations", tests("dtensor", "kit/test_subsystems")),
+    Check(3, 1, "autocast, inference mode, parametrizations", tests("dtensor", "core/test_subsystems")),
     Check(4, 3, "what fills cost", (PYTHON, "benchmarks/runtime/fills.py")),
     Check(4, 4, "Llama 70B deferred on a fake mesh of 64", (PYTHON, "benchmarks/runtime/deferred_llama.py")),
     Check(4, 1, "deferred HuggingFace models", tests("vescale", "models/test_huggingface")),
@@ -279,7 +279,7 @@ CHECKS: tuple[Check, ...] = (
     Check(22, 2, "what one rank does alone", tests("vescale", "integrations/test_one_rank_alone")),
     Check(22, 3, "what others write of a state", tests("vescale", "checkpoints/test_state_of_others")),
     Check(22, 4, "what one watches", tests("vescale", "end_to_end/test_metrics")),
-    Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
+    Check(19, 1, "its manners", tests("testkit", "test_second_device")),
     Check(26, 1, "torch's own parallelism at real sizes", (PYTHON, "benchmarks/peers.py"), 60 * MINUTES),
     Check(26, 1, "peers: the short form runs", tests("vescale", "comparing/test_peers"), 20 * MINUTES),
     Check(

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 RANKS, TENSORS, COLUMNS = 2, 64, 1024
 PARTS = ("save", "load", "asynchronous save")

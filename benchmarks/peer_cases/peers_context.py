@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 RANKS, SHAPE = 2, (1, 4, 2048, 64)
 
@@ -38,7 +38,7 @@ def by_torch():
 def by_us():
     from vescale_dtensor import Shard, distribute_tensor
     from vescale_dtensor.engine import mesh_of, pin
-    from vescale_dtensor.testing import mesh_of as make_mesh
+    from vescale_testkit import mesh_of as make_mesh
 
     mesh = make_mesh(RANKS)
     pin(mesh_of(mesh), 0, "ring")

@@ -1,7 +1,7 @@
 """The peak of a step's memory, by the allocator, against the dry run's and the closed form's, over random plans; and
 whether the collectives that the dry run counts are those that the run issues, one by one.
 
-Measured is what the CPU's allocator gave out and took back (`vescale_dtensor.testing.allocations`), not what the dry
+Measured is what the CPU's allocator gave out and took back (`vescale_testkit.allocations`), not what the dry
 run's meter would say of a real run. When gloo's threads take and let go of what they gather in is not ours to say: of
 the fullest rank the least and the most of STEPS warm steps are measured, and what is predicted is off by as much as it
 is below the one or above the other.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planning.predicted_cases import MODELS, WORDS, adamw, case_of, loss_of, shape_of, structure_for
-from vescale_dtensor.testing import allocations, run_ranks, warm_up
+from vescale_testkit import allocations, run_ranks, warm_up
 
 STEPS = 4
 MOST = {"dry run": 0.03, "dry run, ZeRO-3": 0.05, "closed form": 0.10}

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import torch
 
 from planning.predicted_cases import MESHES, adamw, case_of, loss_of, plans_for
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 WARM = 3
 """Steps before the first sample: the first calls compare the inputs of the ranks."""

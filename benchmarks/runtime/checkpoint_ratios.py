@@ -28,7 +28,7 @@ from vescale_checkpoint.plan._load_plan import Target, plan_reads
 from vescale_checkpoint.plan._save_plan import block_bytes, plan_writes
 from vescale_dtensor import DTensor, Replicate, Shard
 from vescale_dtensor.engine import Mesh, canonical_states, layout_of
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 TENSORS, SMALL = 128, 10_000
 # name -> (budget, whether larger is better)

@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 

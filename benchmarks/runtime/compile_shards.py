@@ -23,7 +23,7 @@ import torch
 
 import vescale
 from vescale import Plan, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 BUDGETS = {"ratio": 0.70, "deep": 2.5}
 VOCABULARY, ROWS, POSITIONS = 256, 4, 32

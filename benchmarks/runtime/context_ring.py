@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 import vescale
 from vescale_dtensor import Shard, from_local
-from vescale_dtensor.testing import allocations, mesh_of, run_ranks, warm_up
 from vescale_plans import Plan
+from vescale_testkit import allocations, mesh_of, run_ranks, warm_up
 
 BUDGETS = {"over by hand": 1.05, "over products": 1.1, "share of one device": 0.27, "longest sequence": 3.7}
 SHAPES = {  # batch, heads, positions, size of a head; causal

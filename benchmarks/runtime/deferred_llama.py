@@ -48,7 +48,7 @@ def build(way: str) -> dict:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import vescale
-    from vescale_dtensor.testing import fake_world
+    from vescale_testkit import fake_world
 
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

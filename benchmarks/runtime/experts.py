@@ -26,7 +26,7 @@ from statistics import median, quantiles
 
 import torch
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 HIDDEN, INNER, EXPERTS, CHOSEN, TOKENS = 512, 1024, 16, 2, 512
 ROWS = 256

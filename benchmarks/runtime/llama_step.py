@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 import vescale
 from benchmarks.cases._budgets import budget_of
 from benchmarks.models._llama_example_by_hand import split_by_hand, sum_norm_gradients
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, warm_up
 
 BY_HAND, OURS = "by hand", "veScale"
 BUDGET = budget_of("bench_blocks.LlamaStep.track_over_by_hand", OURS)

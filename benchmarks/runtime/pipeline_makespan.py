@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 RANKS, COUNT, WIDTH = 4, 8, 8
 BUDGET = 0.10

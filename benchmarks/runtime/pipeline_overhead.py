@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 RANKS, BLOCKS, HIDDEN, ROWS, COUNT = 2, 8, 16, 4, 8
 BUDGET = 0.5

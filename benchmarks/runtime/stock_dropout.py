@@ -97,7 +97,7 @@ def by_us(dropout: float) -> list[float]:
 
 
 def main() -> int:
-    from vescale_dtensor.testing import run_ranks
+    from vescale_testkit import run_ranks
 
     figures = {}
     for name, dropout in (("init", 0.0), ("all", 0.1)):

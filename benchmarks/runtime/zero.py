@@ -26,7 +26,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import fake_world, run_ranks, warm_up
+from vescale_testkit import fake_world, run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 

@@ -36,7 +36,7 @@ from typing import Any
 from lines import lines
 from setting import LAYOUTS
 
-from vescale_dtensor.testing import free_port
+from vescale_testkit import free_port
 
 HERE = Path(__file__).absolute().parent
 TOP = HERE.parents[1]

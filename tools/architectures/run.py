@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import InfeasibleError, PlanError
+from vescale_testkit import run_ranks, warm_up
 
 from . import outcome
 from .register import ROWS, build, inputs_of

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import vescale
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 
 def path_of(call: Callable[[], Any]) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 - The siblings that a package imports, those that its pyproject.toml requires and those that its Bazel library depends
   on are the same set, and lie within its row of the table in docs/design.md. The meta package requires them all.
 - Siblings are required by ranges, which hold the versions in the tree and the minor version after them.
-- No private name crosses a package: siblings import each other's public modules and names alone.
+- No private name crosses a package: siblings import each other's public modules and names alone. The test kit alone
+  pins a sibling, and sees its insides.
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
-- No module that a training runs imports the test kit (KIT).
+- No other package imports the test kit.
 - No modules import each other, be it lazily or for types alone.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
 - A folder of sources, tools or benchmarks holds at most 15 loose modules.
@@ -30,12 +31,11 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from checks import import_cycles, torch_private
 from checks.build_graph import BuildGraph, read_build_graph
-from package_tree import Package, read_packages
+from package_tree import KIT, Package, read_packages
 
 TOP = Path(__file__).absolute().parents[2]
 META = "vescale"
 MOST_LINES, MANY_LINES = 700, 400
-KIT = {"testing", "_test_kit", "_second"}
 MOST_FILES = 15
 NAMELESS = {"utils.py", "common.py", "helpers.py"}
 PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
@@ -43,7 +43,6 @@ PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 # The modules that communicate, per package; all else is pure, and testable without processes.
 COMMUNICATES = {
     "dtensor": {
-        "allocations",  # waits after others' waits; sends nothing
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
@@ -53,15 +52,11 @@ COMMUNICATES = {
         "objects",  # what ranks say to each other
         "pairs",  # what collectives does between two ranks
         "guard",  # asks which ranks a group has
-        "_group",  # the process group of the second device, for tests
         "hang",  # tells what ranks wait for that hang
         "mesh",  # looks up the process groups of a mesh
         "namespace",  # sends the name of a world to its ranks, once
         "session",  # what ranks tell each other while they stand in the debugger
-        "worker",  # a rank of the test pool
-        "world",  # of the test kit, whose ranks may be killed
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing
-        "testing",
         "transfer",  # sends and receives blocks of keys and values
     },
     "checkpoint": {
@@ -82,6 +77,14 @@ COMMUNICATES = {
         "join",  # joins torchrun's process group
         "recompute",  # torch's checkpoint by hooks lives there
         "wrappers",  # names what torch distributes models by
+    },
+    "testkit": {
+        "_torch_private",  # names parts of it; sends nothing
+        "_group",  # the process group of the second device
+        "allocations",  # waits after others' waits; sends nothing
+        "ranks",  # makes meshes, and a world without processes
+        "worker",  # a rank of the pool
+        "world",  # whose ranks may be killed
     },
     "vescale": {
         "_torch_private",  # names parts of it; sends nothing
@@ -129,7 +132,7 @@ class Repository:
         text = (self.top / "docs/design.md").read_text()
         rows = re.findall(r"^\| packages/(\w+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
         layers = {name: set(re.findall(r"\w+", allowed)) for name, allowed in rows}
-        everything = set(layers) | {"torch"}
+        everything = set(layers) - {KIT} | {"torch"}
         return {name: everything - {name} if allowed == {"all"} else allowed for name, allowed in layers.items()}
 
     @cached_property
@@ -162,7 +165,7 @@ def check_siblings(repository: Repository) -> Iterator[str]:
 
         if package.name == META:
             # It may re-export less than it installs: to bring them all is its purpose.
-            expected, reason = set(short_names.values()) - {META}, "the meta package brings"
+            expected, reason = set(short_names.values()) - {META, KIT}, "the meta package brings"
         else:
             expected, reason = imported, "its sources import"
         for name in sorted(imported - may_import):
@@ -178,12 +181,13 @@ def check_ranges(repository: Repository) -> Iterator[str]:
     versions = {package.distribution: package.version for package in repository.packages}
     for package in repository.packages:
         for name, stated in package.requirements.items():
-            if name in versions and "==" in stated:
+            pinned = "==" in stated
+            if name in versions and pinned and not package.is_kit:
                 yield f"packages/{package.name}/pyproject.toml: pins {name}; a range lets it be released apart"
             elif name in versions and versions[name] not in SpecifierSet(stated):
                 found = f"requires {name}{stated}, and the tree has {versions[name]}"
                 yield f"packages/{package.name}/pyproject.toml: {found}"
-            elif name in versions and next_minor(versions[name]) not in SpecifierSet(stated):
+            elif name in versions and not pinned and next_minor(versions[name]) not in SpecifierSet(stated):
                 following = next_minor(versions[name])
                 found = f"requires {name}{stated}, which leaves out the next minor version, {following}"
                 yield f"packages/{package.name}/pyproject.toml: {found}"
@@ -197,11 +201,11 @@ def next_minor(version: str) -> str:
 
 def check_crossings(repository: Repository) -> Iterator[str]:
     """What a sibling may use of a package is public, so that each can be released apart."""
-    modules = {package.module for package in repository.packages}
     for package in repository.packages:
+        apart = {one.module for one in repository.packages if one != package and not package.pins(one)}
         for found in package.imports:
             is_private = any(part.startswith("_") and not part.startswith("__") for part in found.name.split("."))
-            if found.top in modules - {package.module} and is_private:
+            if found.top in apart and is_private:
                 yield f"{repository.relative(found.path)}:{found.line}: imports {found.name}, which is private there"
 
 
@@ -266,23 +270,11 @@ def imported_private(package: Package) -> Iterator[tuple[Path, str, int]]:
 
 
 def check_kit(repository: Repository) -> Iterator[str]:
-    """The test kit is for tests, tools and itself."""
-    modules = {package.module for package in repository.packages}
+    """The test kit is for tests and tools."""
     for package in repository.packages:
-        for file in sorted(package.source.rglob("*.py")):
-            if KIT & {file.stem, *file.relative_to(package.source).parts}:
-                continue
-            for node in ast.walk(ast.parse(file.read_text(), file)):
-                if isinstance(node, ast.ImportFrom):
-                    named = [node.module or "", *(alias.name for alias in node.names)]
-                    is_own = node.level > 0 or named[0].partition(".")[0] in modules
-                elif isinstance(node, ast.Import):
-                    named = [alias.name for alias in node.names if alias.name.partition(".")[0] in modules]
-                    is_own = bool(named)
-                else:
-                    continue
-                if is_own and KIT & {part for name in named for part in name.split(".")}:
-                    yield f"{repository.relative(file)}:{node.lineno}: imports the test kit"
+        for found in package.imports:
+            if found.top == f"vescale_{KIT}" and not package.is_kit:
+                yield f"{repository.relative(found.path)}:{found.line}: imports the test kit"
 
 
 def check_cycles(repository: Repository) -> Iterator[str]:

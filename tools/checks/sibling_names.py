@@ -24,8 +24,8 @@ NOTED = TOP / "tools/checks/released_names.json"
 
 
 def used(package: Package, packages: list[Package]) -> list[str]:
-    """Dotted names of its siblings that a package's sources import."""
-    siblings = {other.module for other in packages} - {package.module}
+    """Dotted names of its siblings that a package's sources import, of those that it pins none."""
+    siblings = {other.module for other in packages if other != package and not package.pins(other)}
     names: set[str] = set()
     for path in package.source.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(), path)):

@@ -20,15 +20,18 @@ import argparse
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
+from package_tree import KIT
+
 TOP = Path(__file__).absolute().parents[2]
-KITS = ("_second", "_test_kit")
-"""Folders of vescale_dtensor that hold the test kit."""
 MODES = ("TorchFunctionMode", "TorchDispatchMode")
 WALKS = re.compile(r"_getframe|f_back|currentframe|inspect\.stack")
 SNAPSHOTS = re.compile(r"snapshot|restore|undo", re.IGNORECASE)
@@ -47,7 +50,7 @@ Defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass
 class Counted:
-    """The sources of one package, or of its test kit."""
+    """The sources of one package."""
 
     files: int = 0
     lines: int = 0
@@ -140,15 +143,13 @@ def mechanisms(path: Path, text: str, tree: ast.Module) -> Iterator[tuple[str, i
 
 
 def counted(top: Path = TOP) -> dict[str, Counted]:
-    """Returns the counts by package; the test kit is counted under its own name."""
+    """Returns the counts by package."""
     found: dict[str, Counted] = {}
     texts = {path: path.read_text() for path in sorted(top.glob("packages/*/src/**/*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     modes = modes_in(trees)
     for path, text in texts.items():
         package = path.relative_to(top).parts[1]
-        if package == "dtensor" and path.relative_to(top).parts[4] in KITS:
-            package = "test kit"
         into = found.setdefault(package, Counted())
         into.files += 1
         into.lines += text.count("\n")
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--names", action="store_true", help="name each mechanism")
     given = parser.parse_args()
     found = counted()
-    runtime = [one for name, one in found.items() if name != "test kit"]
+    runtime = [one for name, one in found.items() if name != KIT]
     for name, one in found.items():
         print(f"{name:<12}{one.code:>7} code lines{one.lines:>8} lines{one.files:>5} files")
     for kind in ("modes", "frame walks", "class swaps", "patches", "containers", "snapshots"):

@@ -104,7 +104,7 @@ def _environment() -> dict[str, str]:
 
 def _lacks() -> str:
     """What keeps this Python from running any part: a package that it lacks. Said once, before all parts fail by it."""
-    command = [sys.executable, "-c", "import vescale, vescale_dtensor.testing, transformers"]
+    command = [sys.executable, "-c", "import vescale, vescale_testkit, transformers"]
     done = subprocess.run(command, env=_environment(), cwd=TOP, capture_output=True, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 from .part import Part, run
 

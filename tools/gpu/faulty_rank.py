@@ -41,11 +41,11 @@ FAULTS: dict[str, Callable[[nn.Module], None]] = {
 
 def join(device: str, rank: int) -> None:
     if device == "second":
-        from vescale_dtensor import _second
+        from vescale_testkit import second
 
-        _second.register()
+        second.register()
     else:
-        from vescale_dtensor._test_kit import one_gpu
+        from vescale_testkit import one_gpu
 
         one_gpu.prepare(rank, 2)
     backend = "second" if device == "second" else "cpu:gloo,cuda:nccl"

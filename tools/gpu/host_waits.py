@@ -59,7 +59,7 @@ def counted(device: str) -> Iterator[Counter[str]]:
     """By line of code. `torch.cuda.set_sync_debug_mode` sees what the CUDA runtime would wait for."""
     sites: Counter[str] = Counter()
     if device == "second":
-        from vescale_dtensor._second import host_waits
+        from vescale_testkit.second import host_waits
 
         with host_waits() as found:
             yield sites

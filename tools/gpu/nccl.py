@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from sweeps.training_cases import CASES, Case
-from vescale_dtensor._test_kit import one_gpu, worker
-from vescale_dtensor.testing import free_port, run_ranks
+from vescale_testkit import free_port, one_gpu, run_ranks, worker
 
 from .faulty_rank import FAULTS, HANG_S
 from .host_waits import waits_here

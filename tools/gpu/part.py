@@ -69,7 +69,7 @@ def run(ask: Callable[[Part], None]) -> None:
     part = Part(given.device, given.out, given.seconds, given.most)
     part.found.pop("not reached", None)
     if given.device == "second":
-        from vescale_dtensor._second import register
+        from vescale_testkit.second import register
 
         register()
         import torch.testing._internal.distributed.fake_pg  # registers the world without processes

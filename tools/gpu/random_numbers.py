@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 from .part import Part, run
 

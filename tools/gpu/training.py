@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sweeps.training_cases import CASES, Case, Outcome, single, train
 from sweeps.training_verdict import Bounds, bounds_of, wanted_of, wrong_numbers
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 from .part import Part, run
 

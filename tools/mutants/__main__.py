@@ -20,7 +20,7 @@ import torch
 
 from sweeps.training_cases import CASES
 from sweeps.training_verdict import wanted_of
-from vescale_dtensor.testing import warm_up
+from vescale_testkit import warm_up
 
 from . import hunt
 

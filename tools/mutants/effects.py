@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor._second import _communicator, _memory, _numbers, _queue
-from vescale_dtensor._second._extension import extension
+from vescale_testkit.second import _communicator, _memory, _numbers, _queue
+from vescale_testkit.second._extension import extension
 
 STEPS = 4
 """The trainings' steps, of which the last one's waits are counted."""

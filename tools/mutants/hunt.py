@@ -12,19 +12,18 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from package_tree import read_packages
 from sweeps import training_cases
 from sweeps.training_cases import CASES, Case, Outcome, train
 from sweeps.training_verdict import other_waits, waits_of, wanted_of, wrong_numbers
-from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import RankError, run_ranks
+from vescale_testkit import RankError, run_ranks
+from vescale_testkit.worker_pool import pool
 
 from .effects import Helper
 from .grammar import KINDS, Place, places_of
 from .patched import compiled
 
 TOP = Path(__file__).absolute().parents[2]
-# Not the engine: the second device itself, the pool of ranks, and generators of tests.
-_KITS = ("_second", "testing.py", "_test_kit")
 _MOST_PLACES = 10_000  # of a file
 SECONDS = 60.0
 """A mutant that is not told within these is red: it hangs, where the second device would have told a deadlock."""
@@ -74,13 +73,9 @@ class Verdict:
 @lru_cache(maxsize=1)
 def sources() -> dict[str, Path]:
     """The engine's files: `plans/_zero/bucket.py`."""
-    found = {}
-    for package in sorted((TOP / "packages").iterdir()):
-        for path in sorted(package.glob("src/*/**/*.py")):
-            parts = path.relative_to(package / "src").parts[1:]
-            if not any(part.startswith(_KITS) for part in parts):
-                found["/".join([package.name, *parts])] = path
-    return found
+    packages = [package for package in read_packages(TOP) if not package.is_kit]
+    files = [(package, path) for package in packages for path in sorted(package.source.rglob("*.py"))]
+    return {f"{package.name}/{path.relative_to(package.source).as_posix()}": path for package, path in files}
 
 
 def all_places() -> dict[str, list[Place]]:

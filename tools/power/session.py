@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from vescale_dtensor._test_kit import worker_pool
+from vescale_testkit import worker_pool
 
 from .board import Board
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import free_port
+from vescale_testkit import free_port
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 

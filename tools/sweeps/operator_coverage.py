@@ -165,7 +165,7 @@ def observe(function: Callable, sample: tuple) -> tuple[str, tuple[str, ...], tu
     from vescale_dtensor._communication.events import function_name
     from vescale_dtensor._dispatch import fallback
     from vescale_dtensor._rules.registry import TABLE
-    from vescale_dtensor.testing import mesh_of
+    from vescale_testkit import mesh_of
 
     called, gathered = [], []
 
@@ -238,8 +238,8 @@ def bypassing() -> list[tuple[str, str, str, str]]:
 
     from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
     from vescale_dtensor._errors import VescaleError
-    from vescale_dtensor._test_kit.oracle import spread
-    from vescale_dtensor.testing import mesh_of
+    from vescale_testkit import mesh_of
+    from vescale_testkit.oracle import spread
 
     warnings.simplefilter("ignore")
     mesh = mesh_of(RANKS)
@@ -274,7 +274,7 @@ def bypassing() -> list[tuple[str, str, str, str]]:
 
 def collect(names: Sequence[str]) -> list[Row]:
     """The rows of entries; one that kills a rank, or on which ranks hang, is told from the rest."""
-    from vescale_dtensor.testing import RankError, run_ranks
+    from vescale_testkit import RankError, run_ranks
 
     try:
         ranks = run_ranks(RANKS, rows_of, names, timeout=150.0)
@@ -358,7 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     asked = parser.parse_args()
-    from vescale_dtensor.testing import run_ranks
+    from vescale_testkit import run_ranks
 
     names = list(entries())
     rows = [row for start in range(0, len(names), BATCH) for row in collect(names[start : start + BATCH])]

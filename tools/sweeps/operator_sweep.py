@@ -10,8 +10,8 @@ import json
 import sys
 import time
 
-from vescale_dtensor._test_kit.operator_sweep import DATABASE, RAISES, Outcome, check_entry, database, summary
-from vescale_dtensor.testing import warm_up
+from vescale_testkit import warm_up
+from vescale_testkit.operator_sweep import DATABASE, RAISES, Outcome, check_entry, database, summary
 
 SLOW = 10.0
 

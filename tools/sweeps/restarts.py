@@ -33,7 +33,7 @@ from torch import nn
 
 import vescale
 import vescale_checkpoint
-from vescale_dtensor.testing import free_port
+from vescale_testkit import free_port
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 

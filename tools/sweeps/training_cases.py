@@ -260,7 +260,7 @@ def _waits(device: str) -> Iterator[dict[str, int]]:
     if device != "second":
         yield {}
         return
-    from vescale_dtensor._second import host_waits
+    from vescale_testkit.second import host_waits
 
     with host_waits() as found:
         yield found.sites

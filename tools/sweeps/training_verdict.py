@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sweeps.training_cases import Case, Outcome, single, train
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 
 class Bounds(NamedTuple):

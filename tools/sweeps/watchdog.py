@@ -25,7 +25,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from vescale_dtensor.testing import free_port
+from vescale_testkit import free_port
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 

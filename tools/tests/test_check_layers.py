@@ -23,9 +23,10 @@ DESIGN = """\
 |---|---|---|---|
 | packages/dtensor | vescale-dtensor / `vescale_dtensor` | tensors | torch |
 | packages/plans | vescale-plans / `vescale_plans` | plans | torch, dtensor |
+| packages/testkit | vescale-testkit / `vescale_testkit` | tests | torch, dtensor |
 | packages/vescale | vescale / `vescale` | the facade | all |
 """
-IMPORTS = {"dtensor": [], "plans": ["dtensor"], "vescale": ["dtensor", "plans"]}
+IMPORTS = {"dtensor": [], "plans": ["dtensor"], "testkit": ["dtensor"], "vescale": ["dtensor", "plans"]}
 
 
 @pytest.fixture
@@ -33,7 +34,8 @@ def tree(tmp_path):
     """A small tree that breaks no rule."""
     for package, siblings in IMPORTS.items():
         module = "vescale" if package == "vescale" else f"vescale_{package}"
-        requirements = ["torch>=2.11"] + [f"vescale-{sibling}>=0.1,<0.3" for sibling in siblings]
+        stated = "==0.1.0" if package == "testkit" else ">=0.1,<0.3"
+        requirements = ["torch>=2.11"] + [f"vescale-{sibling}{stated}" for sibling in siblings]
         files = {
             "pyproject.toml": PYPROJECT.format(
                 distribution=module.replace("_", "-"),
@@ -135,13 +137,14 @@ def test_a_sibling_that_is_pinned(tree):
 def test_a_range_that_the_tree_has_left(tree):
     edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.3.0")
     assert findings(tree) == [
-        f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.3, and the tree has 0.3.0"
-        for package in ("plans", "vescale")
+        f"packages/{package}/pyproject.toml: requires vescale-dtensor{stated}, and the tree has 0.3.0"
+        for package, stated in (("plans", ">=0.1,<0.3"), ("testkit", "==0.1.0"), ("vescale", ">=0.1,<0.3"))
     ]
 
 
 def test_a_range_without_the_next_minor_version(tree):
     edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.2.4")
+    edit(tree / "packages/testkit/pyproject.toml", "==0.1.0", "==0.2.4")
     assert findings(tree) == [
         f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.3, which leaves out the next minor "
         "version, 0.3.0"
@@ -225,7 +228,7 @@ def test_a_test_file_in_two_targets(tree):
 
 
 def test_a_package_that_the_readme_does_not_show(tree):
-    write(tree / "README.md", "[it](packages/dtensor/README.md) [it](packages/vescale/README.md)")
+    write(tree / "README.md", "".join(f"[it](packages/{name}/README.md)" for name in IMPORTS if name != "plans"))
     (tree / "packages/plans/CHANGELOG.md").unlink()
     assert findings(tree) == [
         "packages/plans: has no CHANGELOG.md",
@@ -261,14 +264,23 @@ def test_modules_that_need_each_other(tree, second):
     ]
 
 
-@pytest.mark.parametrize("source", ["from .testing import run_ranks\n", "from . import _test_kit\n"])
-def test_what_a_training_runs_imports_no_test_kit(tree, source):
-    write(tree / "packages/dtensor/src/vescale_dtensor/odd.py", source)
-    (found,) = [finding for finding in findings(tree) if "test kit" in finding]
-    assert found == "packages/dtensor/src/vescale_dtensor/odd.py:1: imports the test kit"
-    write(tree / "packages/dtensor/src/vescale_dtensor/odd.py", "")
-    write(tree / "packages/dtensor/src/vescale_dtensor/testing.py", source)
-    assert not [finding for finding in findings(tree) if "test kit" in finding]
+@pytest.mark.parametrize("source", ["from vescale_testkit import run_ranks\n", "import vescale_testkit.oracle\n"])
+@pytest.mark.parametrize("package", ["dtensor", "vescale"])
+def test_what_a_training_runs_imports_no_test_kit(tree, package, source):
+    file = f"packages/{package}/src/{'vescale' if package == 'vescale' else 'vescale_dtensor'}/odd.py"
+    write(tree / file, source)
+    assert {
+        f"packages/{package}: imports testkit, which its row in docs/design.md does not allow",
+        f"{file}:1: imports the test kit",
+    } <= {*findings(tree)}
+
+
+def test_the_test_kit_sees_the_insides_of_what_it_pins(tree):
+    write(tree / "packages/testkit/src/vescale_testkit/own.py", "from vescale_dtensor._a import b\n")
+    assert findings(tree) == []
+    edit(tree / "packages/testkit/pyproject.toml", "==0.1.0", ">=0.1,<0.3")
+    (finding,) = findings(tree)
+    assert finding.endswith("own.py:1: imports vescale_dtensor._a.b, which is private there")
 
 
 PRIVATE = """\

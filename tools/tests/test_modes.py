@@ -22,8 +22,8 @@ _trace/record.py _Weights functions | a pipeline's dry run | answers: placeholde
 balance.py _Counter operators | `balanced_cuts` | listens: FLOPs and bytes by module
 pretrained.py _Views functions | transformers names a state's parts | answers: parts of a tensor stay views of it
 _deferred/deferred.py _Recording operators | `deferred_init` | answers: factories record and make nothing
-_test_kit/memory/live_bytes.py LiveBytes operators | tests | listens: storages alive
-_test_kit/trait_check.py Watch functions | tests | listens, and tries each function's traits
+memory/live_bytes.py LiveBytes operators | tests | listens: storages alive
+trait_check.py Watch functions | tests | listens, and tries each function's traits
 """
 
 

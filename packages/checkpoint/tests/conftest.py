@@ -3,7 +3,7 @@
 import pytest
 
 from vescale_checkpoint.sync import _presence
-from vescale_dtensor.testing import World, warm_up
+from vescale_testkit import World, warm_up
 
 warm_up("torch._dynamo", "vescale_checkpoint")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from vescale_checkpoint import MismatchError, UnsafeError, load, save
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 
 class Net(nn.Module):

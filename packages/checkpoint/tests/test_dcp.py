@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from vescale_checkpoint import FormatError, MismatchError, load
 from vescale_checkpoint.foreign._inert_pickle import InertError, Record, read
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 WEIGHT = torch.arange(70.0).view(10, 7)
 

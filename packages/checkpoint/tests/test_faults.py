@@ -18,7 +18,7 @@ from vescale_checkpoint._job import SaveJob
 from vescale_checkpoint.io import _storage
 from vescale_checkpoint.io._commit import Draft
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import failing, intercepted, mesh_of, raises_on_all, run_ranks, short_writes
+from vescale_testkit import failing, intercepted, mesh_of, raises_on_all, run_ranks, short_writes
 
 ROWS = 40_000
 

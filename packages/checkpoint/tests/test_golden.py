@@ -16,7 +16,7 @@ from torch import nn
 
 from vescale_checkpoint import Report, load, manifest, save, tools
 from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 NOW = "v{}.{}".format(*manifest.VERSION)

@@ -26,7 +26,7 @@ from torch import nn
 
 from vescale_checkpoint import CheckpointError, load, manifest, save, tools
 from vescale_checkpoint.foreign._inert_pickle import _OPCODES, Budget, InertError, check_plain, read
-from vescale_dtensor.testing import run_ranks, slice_of
+from vescale_testkit import run_ranks, slice_of
 
 CASES, SLICES = 4000, 20
 MOST_S, MOST_BYTES = 20.0, 768 << 20

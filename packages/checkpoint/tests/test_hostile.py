@@ -28,7 +28,7 @@ from vescale_checkpoint import (
     save,
 )
 from vescale_dtensor import Partial, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 NOBODY = 65534

@@ -10,7 +10,7 @@ from torch import nn
 
 from vescale_checkpoint import ConflictError, FormatError, MismatchError, export_huggingface, load, whole_state_dict
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from vescale_checkpoint import load, save
 from vescale_checkpoint.io import _storage
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import in_turns, intercepted, killed_at, mesh_of, slice_of
+from vescale_testkit import in_turns, intercepted, killed_at, mesh_of, slice_of
 
 RANKS, CALLS = 2, 18  # the second save makes about so many calls that change the disk
 

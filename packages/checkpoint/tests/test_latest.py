@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_checkpoint import CorruptError, latest, save
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 
 def found(path):

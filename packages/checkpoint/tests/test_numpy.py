@@ -6,7 +6,7 @@ import torch
 
 from vescale_checkpoint import FormatError, UnsafeError, load, save
 from vescale_checkpoint.format._values import decode, encode
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 VALUES = [
     np.float32(1.5), np.float64("nan"), np.int64(-3), np.uint8(200), np.bool_(True), np.complex64(1 + 2j),

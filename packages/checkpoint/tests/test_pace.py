@@ -9,7 +9,7 @@ import torch
 from vescale_checkpoint import load, save
 from vescale_checkpoint.io import _pace
 from vescale_checkpoint.io._pace import Pace
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 
 class Clock:

@@ -29,7 +29,7 @@ from vescale_checkpoint.io import _node
 from vescale_checkpoint.io._commit import Root
 from vescale_checkpoint.sync import _presence
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import World, mesh_of, run_ranks
+from vescale_testkit import World, mesh_of, run_ranks
 
 LOST = "no node that is left has all of it"
 

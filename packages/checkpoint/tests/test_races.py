@@ -21,7 +21,7 @@ from vescale_checkpoint.sync import _presence, _sync
 from vescale_checkpoint.sync._presence import Beat, Presence
 from vescale_checkpoint.sync._sync import Session
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import failing, in_turns, intercepted, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import failing, in_turns, intercepted, mesh_of, raises_on_all, run_ranks
 
 
 def value_of(step):

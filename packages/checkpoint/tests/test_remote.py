@@ -11,7 +11,7 @@ import torch
 
 from vescale_checkpoint import CheckpointError, load, save
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import free_port, mesh_of, run_ranks
+from vescale_testkit import free_port, mesh_of, run_ranks
 
 DEADLINE_S = 60
 

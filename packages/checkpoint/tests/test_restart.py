@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vescale_checkpoint import CheckpointError, load, save
 from vescale_checkpoint.io._storage import _LocalWriter
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 STEPS = 4
 

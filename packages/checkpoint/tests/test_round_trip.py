@@ -14,7 +14,7 @@ from torch import nn
 from vescale_checkpoint import load, reshard, save
 from vescale_checkpoint.io._write import Pack
 from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_testkit import mesh_of, run_ranks, slice_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 

@@ -18,7 +18,7 @@ from torch import nn
 from vescale_checkpoint import CheckpointError, FormatError, Retention, load, manifest, save, tools
 from vescale_checkpoint.io._commit import Root
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 
 def fifo(path):

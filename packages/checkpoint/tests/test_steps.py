@@ -22,7 +22,7 @@ from vescale_checkpoint import (
     tools,
 )
 from vescale_checkpoint.io._commit import Root
-from vescale_dtensor.testing import raises_on_all
+from vescale_testkit import raises_on_all
 
 NONE = [-1, 10**18, 10**4000, 3.0, "5", True, np.True_, torch.tensor(True), torch.tensor(7.0), torch.ones(2), [5], {}]
 MANY = [0, 7, 10**8, 10**18 - 1, np.int64(7), np.uint8(7), torch.tensor(7), torch.tensor([7], dtype=torch.int16)]

@@ -14,7 +14,7 @@ from vescale_checkpoint.sync import _presence, _sync
 from vescale_checkpoint.sync._presence import Presence
 from vescale_checkpoint.sync._sync import Session, _packed, _unpacked, forget_finished
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
 
 RANKS = 4096
 

@@ -1,5 +1,5 @@
 """The ranks' imports begin while pytest still collects; an optimizer, when it is made, imports torch._dynamo."""
 
-from vescale_dtensor.testing import warm_up
+from vescale_testkit import warm_up
 
 warm_up("torch._dynamo")

@@ -5,7 +5,7 @@ import torch
 
 import vescale_rng
 from vescale_dtensor import Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 R, S = Replicate(), Shard
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import vescale_rng
 from vescale_dtensor import InterleavedShard, OperatorError, PlacementError, RaggedShard, Replicate, Shard
-from vescale_dtensor._test_kit.oracle import shard_of
-from vescale_dtensor.testing import fake_world, mesh_of, run_ranks
 from vescale_rng._deferred import materialize
+from vescale_testkit import fake_world, mesh_of, run_ranks
+from vescale_testkit.oracle import shard_of
 
 R, S = Replicate(), Shard
 

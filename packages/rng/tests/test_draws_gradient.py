@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vescale_dtensor import DTensor, Partial
-from vescale_dtensor._test_kit.oracle import placements_for, spread
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.oracle import placements_for, spread
 
 DRAWS = {
     "torch.bernoulli": lambda p, q: torch.bernoulli(p),

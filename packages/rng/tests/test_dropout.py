@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_rng
 from vescale_dtensor import FallbackWarning, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, compare
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit import in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit.oracle import STRIDED_VIEWS, compare
 
 R, P, S = Replicate(), Partial(), Shard
 

@@ -28,9 +28,9 @@ from vescale_dtensor import (
     distribute_tensor,
     empty,
 )
-from vescale_dtensor._test_kit.oracle import shard_of
-from vescale_dtensor.testing import fake_world, in_turns, mesh_of, raises_on_all, run_ranks, slice_of
 from vescale_rng._cpu import stream
+from vescale_testkit import fake_world, in_turns, mesh_of, raises_on_all, run_ranks, slice_of
+from vescale_testkit.oracle import shard_of
 
 R, P, S = Replicate(), Partial(), Shard
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import vescale_rng
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import shard_of
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 from vescale_rng import RandomStreamError
 from vescale_rng._cpu import stream
 from vescale_rng._philox import fill as _philox_fill
 from vescale_rng._philox import philox, transforms
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import shard_of
 
 R, P, S = Replicate(), Partial(), Shard
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)

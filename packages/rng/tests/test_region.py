@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_dtensor._layouts.state import INVARIANT, sharded
-from vescale_dtensor._test_kit.oracle import ImaginedMesh, imagined_layout, shard_of
 from vescale_rng._region import Region, boxes
+from vescale_testkit.oracle import ImaginedMesh, imagined_layout, shard_of
 
 
 def filled(region, chunk):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import vescale_rng
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
 
 R, S = Replicate(), Shard
 

@@ -20,7 +20,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
-from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
+from torch.utils import _foreach_utils, _python_dispatch, checkpoint
 
 from vescale_trace.stack import frames, module_of
 
@@ -196,7 +196,6 @@ _assert_async = torch._assert_async
 _amp_foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 # What optimizers and norms of gradients call; the last two came after torch 2.11. Instead: public names.
-_foreach_add = torch._foreach_add
 _foreach_max = torch._foreach_max
 _foreach_norm = torch._foreach_norm
 _foreach_mm = getattr(torch, "_foreach_mm", None)
@@ -282,21 +281,3 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
-
-
-# -- Tests --
-
-# Makes the second device known to torch. Instead: none in public; extensions all call it.
-_register_device_module = torch._register_device_module
-
-# The tensors in a program's values. Instead: a public pytree of torch in Python.
-tree_flatten = _pytree.tree_flatten
-tree_map = _pytree.tree_map
-tree_unflatten = _pytree.tree_unflatten
-
-
-def operator_database() -> list[Any]:
-    """torch's own samples of each operator's arguments. Instead: none in public."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return op_db

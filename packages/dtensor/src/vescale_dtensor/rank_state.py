@@ -64,8 +64,5 @@ SHARED = {
     "_communication.endings": ("_before", "_known", "_raised", "_told"),
     "_communication.deaths": ("_entries",),
     "_communication.hangs.hang": ("_watch",),
-    "_test_kit.memory.allocations": ("Work.wait",),
-    "_test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
     "extend": ("_shown",),  # by package
-    "testing": ("_meshes", "_meshes_world"),
 }

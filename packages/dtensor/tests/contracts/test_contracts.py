@@ -31,7 +31,7 @@ from vescale_dtensor import (
     register_function,
 )
 from vescale_dtensor._conversions.memo import close_scope, open_scope
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()
 

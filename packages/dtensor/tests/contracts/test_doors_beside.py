@@ -16,8 +16,8 @@ from torch.autograd import graph
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, VescaleError
-from vescale_dtensor._test_kit.oracle import spread
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
+from vescale_testkit.oracle import spread
 
 ON_FULL = torch.arange(24.0).view(4, 6) / 2 + 1
 PLACES = {

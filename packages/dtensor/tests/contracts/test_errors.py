@@ -47,7 +47,7 @@ from vescale_dtensor import (
 )
 from vescale_dtensor._context import mixing
 from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
-from vescale_dtensor.testing import RankError, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import RankError, mesh_of, raises_on_all, run_ranks
 
 HERE = Path(__file__).parents[1]
 SNAPSHOTS = HERE / "snapshots" / "errors.txt"

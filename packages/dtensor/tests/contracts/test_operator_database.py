@@ -8,9 +8,8 @@ import torch
 from torch.testing._internal.common_methods_invocations import SampleInput
 
 from vescale_dtensor import _errors
-from vescale_dtensor._test_kit import operator_sweep, worker_pool
-from vescale_dtensor._test_kit.operator_sweep import RAISES, Outcome, check_entry, database, summary
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of
+from vescale_testkit import in_turns, operator_sweep, run_ranks, slice_of, worker_pool
+from vescale_testkit.operator_sweep import RAISES, Outcome, check_entry, database, summary
 
 SLICES = 16
 

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import functional
 
 from vescale_dtensor import Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SHAPES = {"[4, 6]": (4, 6), "[1, 2]": (1, 2), "[2, 1]": (2, 1), "[4]": (4,), "[1]": (1,), "[]": ()}
 PLACES = {

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._errors import CommunicationError, VescaleError
-from vescale_dtensor._test_kit.oracle import compare
-from vescale_dtensor._test_kit.programs import Program, random_program, smaller
-from vescale_dtensor.testing import RankError, in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit import RankError, in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit.generators.programs import Program, random_program, smaller
+from vescale_testkit.oracle import compare
 
 PROGRAMS, SLICES, BATCH = 2400, 16, 100
 

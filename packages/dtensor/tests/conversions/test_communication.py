@@ -13,8 +13,8 @@ import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_dtensor import GlobalValueWarning, OperatorError, Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import spread
-from vescale_dtensor.testing import raises_on_all, run_ranks
+from vescale_testkit import raises_on_all, run_ranks
+from vescale_testkit.oracle import spread
 
 PLACES = {
     "replicated": Replicate(), "sharded": Shard(0), "partial": Partial(), "uneven": Shard(1),

@@ -11,7 +11,7 @@ from vescale_dtensor import comm_trace
 from vescale_dtensor._communication.compressed import BLOCK, compress, expand, sent_numel
 from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
 from vescale_dtensor.engine import ReductionInFlight
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 
 def rows_of(count, numbers, seed=0, spread=20):

@@ -21,7 +21,7 @@ from vescale_dtensor import (
     distribute_tensor,
 )
 from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()
 PLACEMENTS = [R, P, Shard(0), Shard(1), Shard(-1), InterleavedShard(0, 2), RaggedShard((0,), (1, 2))]

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import get_ignored_functions
 
 from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, VescaleError, ViewError
-from vescale_dtensor._test_kit.oracle import spread
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
+from vescale_testkit.oracle import spread
 
 ON_FULL = torch.arange(15.0).view(5, 3) + 1
 PLACES = [Replicate(), Shard(1), Shard(0), RaggedShard((0,), (0, 5)), RaggedShard((0, 1), (7, 8)), Partial()]

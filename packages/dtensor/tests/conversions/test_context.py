@@ -22,8 +22,8 @@ from vescale_dtensor._context.tiles import needs, tiles
 from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
 from vescale_dtensor._layouts.region import cut
 from vescale_dtensor._layouts.state import sharded
-from vescale_dtensor._test_kit.oracle import compare, spread
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_testkit import mesh_of, run_ranks, slice_of
+from vescale_testkit.oracle import compare, spread
 
 SDPA = F.scaled_dot_product_attention
 WAYS = (RING, HEADS, GATHER, AUTO)

@@ -32,8 +32,8 @@ from vescale_dtensor._layouts.mesh import Mesh, mesh_of
 from vescale_dtensor._layouts.region import divides
 from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE, State, sharded
 from vescale_dtensor._tensor.tensor import attach
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of
-from vescale_dtensor.testing import mesh_of as device_mesh_of
+from vescale_testkit import in_turns, run_ranks, slice_of
+from vescale_testkit import mesh_of as device_mesh_of
 
 I, R, P, S0, S1 = INVARIANT, REPLICATE, PARTIAL, sharded(0), sharded(1)
 GROUPED = sharded(0, groups=2)

@@ -8,7 +8,7 @@ from vescale_dtensor._context.described import EDGE, Description, NotDescribedEr
 from vescale_dtensor._layouts.region import cut
 from vescale_dtensor._layouts.state import sharded
 from vescale_dtensor.engine import DescribedMask
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SIZE = 2 * EDGE + 100
 DOCUMENT = torch.randint(5, (2, SIZE), generator=torch.Generator().manual_seed(0)).sort(-1).values

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, ShapeError, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 UNITS = [(11, 13), (24, 0), (0, 24), (12, 12)]
 

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._conversions.memo import close_scope, open_scope
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
 
 R = Replicate()
 

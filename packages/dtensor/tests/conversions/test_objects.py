@@ -14,8 +14,8 @@ from vescale_dtensor.engine import (
     mesh_of,
     world_objects,
 )
-from vescale_dtensor.testing import mesh_of as device_mesh_of
-from vescale_dtensor.testing import raises_on_all, run_ranks
+from vescale_testkit import mesh_of as device_mesh_of
+from vescale_testkit import raises_on_all, run_ranks
 
 
 def _verdicts(seed):

@@ -11,7 +11,7 @@ from vescale_dtensor._communication import pairs
 from vescale_dtensor._communication.collectives import all_gather, all_reduce, exchange, reduce_scatter, scatter_recipe
 from vescale_dtensor._communication.in_flight import GatherInFlight, ReductionInFlight, RowsInFlight
 from vescale_dtensor._layouts.mesh import Mesh, mesh_of
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.bool]
 NUMEL = 40_000  # of the narrowest dtype more than what goes as one message

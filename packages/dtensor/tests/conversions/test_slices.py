@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor, Partial, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._conversions import slices
 from vescale_dtensor._conversions.memo import close_scope, open_scope
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 WIDTH, STATES = 4, 3
 R = Replicate()

@@ -15,7 +15,7 @@ from vescale_dtensor._conversions.memo import close_scope, open_scope
 from vescale_dtensor._layouts.layout import layout_of
 from vescale_dtensor._layouts.mesh import mesh_of as mesh_layout_of
 from vescale_dtensor._layouts.state import INVARIANT
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 ROWS, WIDTH, HEADS, EXPERTS = 8, 6, 4, 4
 SHAPES = {

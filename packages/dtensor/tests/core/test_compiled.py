@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_testkit import mesh_of, run_ranks, warm_up
 
 warm_up("torch._dynamo")
 
@@ -145,7 +145,7 @@ import inspect
 signature = inspect.signature(flex_attention)
 
 from vescale_dtensor import DTensor, Shard, distribute_tensor
-from vescale_dtensor.testing import fake_world, mesh_of
+from vescale_testkit import fake_world, mesh_of
 assert inspect.signature(flex_attention) == signature
 with fake_world(1):
     heads = distribute_tensor(torch.randn(2, 4, 16, 8), mesh_of(1), [Shard(1)])

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from vescale_dtensor import OperatorError, Replicate, Shard, distribute_tensor
 from vescale_dtensor.engine import Effects, attach, local_only
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_testkit import mesh_of, run_ranks, warm_up
 
 warm_up("torch._dynamo", "torch._inductor")
 

@@ -23,9 +23,9 @@ from vescale_dtensor import (
     register_rule,
     to_torch,
 )
-from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.rules import Signature, decomposed
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for
 
 R, P = Replicate(), Partial()
 

@@ -22,8 +22,8 @@ from vescale_dtensor import (
     distribute_tensor,
 )
 from vescale_dtensor._dispatch.fallback import gathered
-from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for, spread
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(1)), (P, S(0)), (P, P)]

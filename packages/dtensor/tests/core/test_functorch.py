@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from vescale_dtensor import OperatorError, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
 
 
 def operands():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import GradientError, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()
 SHAPES = [(4, 6), (1, 4), (2, 1), (3, 5), (1,), ()]

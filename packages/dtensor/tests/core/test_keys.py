@@ -15,7 +15,7 @@ from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor._dispatch.arguments import key_of
 from vescale_dtensor._dispatch.dispatch import call
 from vescale_dtensor._rules import registry
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 CALLS = {
     "one": (Tensor.neg, lambda x: (x,), {}),

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import VescaleError
 from vescale_dtensor._tensor.tensor import DTensor
-from vescale_dtensor.testing import RankError, in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit import RankError, in_turns, mesh_of, run_ranks, slice_of
 
 SLICES, SAMPLES = 8, 8
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from vescale_dtensor import DTensor, OperatorError, Partial, Replicate, Shard, comm_trace, distribute_tensor, from_local
-from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of
+from vescale_testkit import raises_on_all, run_ranks, slice_of
 
 PLAIN = torch.arange(24.0).view(8, 3)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 VIEWS = {
     "view": lambda x: x.view(1, 1, 1),

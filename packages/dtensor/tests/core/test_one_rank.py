@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
 
 ROWS, WIDTH = 13, 37
 GENERATOR = torch.Generator().manual_seed(0)

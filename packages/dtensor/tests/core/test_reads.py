@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import CommunicationError, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
 
 ELEMENTS = (torch.arange(35) % 3).reshape(7, 5)  # whose sums are exact in every dtype
 READS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vescale_dtensor import Shard, ViewError, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SENT = {
     "size": lambda x: torch.full((x[0].long() + 1,), 2.0),

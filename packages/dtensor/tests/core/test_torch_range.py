@@ -42,7 +42,7 @@ def test_importing_warns_once(version, count):
         f"torch.__version__ = {version!r} or torch.__version__\n"
         "with warnings.catch_warnings(record=True) as told:\n"
         "    warnings.simplefilter('always')\n"
-        "    import vescale_dtensor, vescale_dtensor.extend, vescale_dtensor.testing\n"
+        "    import vescale_dtensor, vescale_dtensor.extend, vescale_testkit\n"
         "    import vescale_dtensor\n"
         "print(sum('veScale supports torch' in str(one.message) for one in told))\n"
     )

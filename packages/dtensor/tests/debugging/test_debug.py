@@ -8,7 +8,7 @@ from torch import nn
 
 from vescale_dtensor import ImplicitCommunicationError, Partial, Replicate, Shard, comm_trace, distribute_tensor, strict
 from vescale_dtensor._communication import events
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 R = Replicate()
 

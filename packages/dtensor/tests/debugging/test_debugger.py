@@ -19,7 +19,7 @@ from vescale_dtensor._debugger import prompt, session
 from vescale_dtensor._debugger.guard import WHOLE_GROUP
 from vescale_dtensor._rules.registry import TABLE
 from vescale_dtensor.engine import hook_breakpoints, unstopped
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from torch import nn
 
 import vescale_dtensor as vd
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_testkit import mesh_of, run_ranks, warm_up
 
 warm_up("vescale_dtensor")
 

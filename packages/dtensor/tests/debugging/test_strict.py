@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import ImplicitCommunicationError, Partial, Replicate, Shard, distribute_tensor, strict
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of
+from vescale_testkit import in_turns, mesh_of, run_ranks, slice_of
 
 R, P = Replicate(), Partial()
 

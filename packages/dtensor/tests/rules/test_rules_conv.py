@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
-from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for
 
 R, P, S = Replicate(), Partial(), Shard
 

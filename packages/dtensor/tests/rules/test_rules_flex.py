@@ -20,7 +20,7 @@ from vescale_dtensor import (
     distribute_tensor,
     reproducible,
 )
-from vescale_dtensor.testing import in_turns, mesh_of, raises_on_all, run_ranks, warm_up
+from vescale_testkit import in_turns, mesh_of, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "torch.nn.attention.flex_attention")
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 TOKENS, HIDDEN, COUNT = 12, 16, 3
 ON_FULL = Replicate()

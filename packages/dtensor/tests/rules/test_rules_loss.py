@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for
 
 R = Replicate()
 
@@ -98,7 +98,7 @@ def test_cross_entropy_counts_of_a_vocabulary_parallel_batch():
 
     def check():
         from vescale_dtensor._communication import events as _events
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         mesh = mesh_of(2, 2, names=("dp", "tp"))
         x = spread(torch.randn(6, 100, requires_grad=True), mesh, (Shard(0), Shard(1)))
@@ -139,7 +139,7 @@ def test_cross_entropy_in_half_precision(dtype):
     """In float16 the sum of these losses is out of range and their mean is not: as near float32 as dtype can be."""
 
     def check():
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         mesh, target = mesh_of(2, 2), torch.randint(0, 10, (6000,))
         x = (20 * torch.randn(6000, 10)).to(dtype).requires_grad_()
@@ -158,7 +158,7 @@ def test_cross_entropy_in_half_precision(dtype):
 
 def test_cross_entropy_twice_differentiated():
     def check():
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         mesh, target = mesh_of(2, 2), _targets((5,), 11)
         x = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
@@ -225,7 +225,7 @@ def test_linear_cross_entropy():
 
 def test_targets_out_of_bounds_are_errors():
     def check():
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         for at in ((Shard(1),), (R,)):
             with pytest.raises(IndexError, match="out of bounds"):
@@ -360,7 +360,7 @@ def test_losses_on_fewer_samples_than_ranks_and_in_half_precision():
 def test_l1_loss_refuses_a_weight_that_torch_would_drop():
     def check():
         from vescale_dtensor._errors import OperatorError
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         x = spread(torch.randn(4, 3), mesh_of(4), (Shard(0),))
         F.l1_loss(x, torch.zeros(4, 3))
@@ -426,7 +426,7 @@ def test_tied_embedding_and_head_of_a_language_model():
 def test_rules_on_meta_tensors():
     """Nothing here looks at values, so that a dry run can pass through."""
     from vescale_dtensor import from_local
-    from vescale_dtensor.testing import fake_world
+    from vescale_testkit import fake_world
 
     def meta(shape, local, placements, dtype=torch.float32):
         return from_local(torch.empty(local, device="meta", dtype=dtype), mesh, placements, shape=shape)

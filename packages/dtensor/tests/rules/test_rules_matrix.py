@@ -13,8 +13,8 @@ from torch.torch_version import TorchVersion
 from vescale_dtensor import FallbackWarning, Partial, Replicate, ShapeError, Shard
 from vescale_dtensor._rules.products.matrix import CORES, TRANSFORMED, function_named
 from vescale_dtensor._rules.solvers.composed import COPIES
-from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for, spread
 
 R, P, S = Replicate(), Partial(), Shard
 WAYS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(0)), (S(0), S(0)), (S(2), S(0)), (S(2), S(3)), (P, S(0)), (P, P)]

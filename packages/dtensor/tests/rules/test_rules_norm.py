@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SOFTMAX = {
     "softmax": lambda x: F.softmax(x, -1),
@@ -44,7 +44,7 @@ def check(functions, shapes, sizes):
     import warnings
 
     from vescale_dtensor._dispatch.fallback import FallbackWarning
-    from vescale_dtensor._test_kit.oracle import compare, placements_for
+    from vescale_testkit.oracle import compare, placements_for
 
     warnings.simplefilter("error", FallbackWarning)
     mesh = mesh_of(*sizes)
@@ -71,7 +71,7 @@ def test_layer_norm_and_rms_norm(sizes):
         import warnings
 
         from vescale_dtensor._dispatch.fallback import FallbackWarning
-        from vescale_dtensor._test_kit.oracle import compare, placements_for
+        from vescale_testkit.oracle import compare, placements_for
 
         warnings.simplefilter("error", FallbackWarning)
         mesh = mesh_of(*sizes)
@@ -97,7 +97,7 @@ def test_layer_norm_and_rms_norm(sizes):
 def test_half_precision():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(4)
         x = torch.randn(3, 64).bfloat16().requires_grad_()
@@ -113,7 +113,7 @@ def test_half_precision():
 def test_infinite_rows_and_zeros():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         inf, nan = float("inf"), float("nan")
         mesh = mesh_of(4)
@@ -134,7 +134,7 @@ def test_infinite_rows_and_zeros():
 def test_communication():
     def body():
         from vescale_dtensor import Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         x, w = torch.randn(8, 512).requires_grad_(), torch.randn(512).requires_grad_()
         mesh = mesh_of(4)
@@ -163,7 +163,7 @@ def test_batch_norm(sizes):
 
         from vescale_dtensor import Replicate, Shard, distribute_tensor
         from vescale_dtensor._dispatch.fallback import FallbackWarning
-        from vescale_dtensor._test_kit.oracle import compare, placements_for
+        from vescale_testkit.oracle import compare, placements_for
 
         warnings.simplefilter("error", FallbackWarning)
         mesh = mesh_of(*sizes)
@@ -201,7 +201,7 @@ def test_group_norm_and_instance_norm(sizes):
         import warnings
 
         from vescale_dtensor._dispatch.fallback import FallbackWarning
-        from vescale_dtensor._test_kit.oracle import compare, placements_for
+        from vescale_testkit.oracle import compare, placements_for
 
         warnings.simplefilter("error", FallbackWarning)
         mesh = mesh_of(*sizes)
@@ -225,7 +225,7 @@ def test_group_norm_and_instance_norm(sizes):
 def test_no_communication_by_channel():
     def body():
         from vescale_dtensor import Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(2, 2)
         x, w, b = (torch.randn(shape).requires_grad_() for shape in ((4, 8, 3), 8, 8))

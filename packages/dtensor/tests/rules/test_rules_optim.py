@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._test_kit.oracle import compare, spread
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import compare, spread
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SHAPES = {"w1": (6, 5), "b1": (5,), "w2": (5, 3), "scale": (), "w3": (3, 3)}

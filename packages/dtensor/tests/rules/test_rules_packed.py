@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_dtensor import Replicate, Shard, comm_trace, distribute_tensor, register_function
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_testkit import mesh_of, run_ranks, warm_up
 
 warm_up("torch.nn.attention.varlen")
 TOKENS, WIDTH, BEGIN = 12, 8, (0, 5, 9, 12)

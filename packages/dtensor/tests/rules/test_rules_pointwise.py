@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._rules.elements import pointwise
-from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for, spread
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(1)), (P, S(0)), (R, P)]

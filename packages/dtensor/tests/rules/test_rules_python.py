@@ -12,9 +12,9 @@ import torch
 import torch.nn as nn
 
 from vescale_dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.debug import comm_trace
-from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
+from vescale_testkit import assert_ranks_agree, mesh_of, run_ranks
+from vescale_testkit.oracle import spread
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(1)), (P, S(0)), (R, P)]

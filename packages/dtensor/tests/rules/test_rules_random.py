@@ -8,8 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, compare, spread
-from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
+from vescale_testkit import assert_ranks_agree, mesh_of, run_ranks
+from vescale_testkit.oracle import STRIDED_VIEWS, compare, spread
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(1)), (P, S(0)), (R, P)]

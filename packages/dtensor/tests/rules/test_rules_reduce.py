@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
 
 SUMS = {
     "sum": lambda x: x.sum(),
@@ -65,7 +65,7 @@ def check(functions, shapes, sizes, values=None):
     import warnings
 
     from vescale_dtensor._dispatch.fallback import FallbackWarning
-    from vescale_dtensor._test_kit.oracle import compare, placements_for
+    from vescale_testkit.oracle import compare, placements_for
 
     warnings.simplefilter("error", FallbackWarning)
     warnings.filterwarnings("ignore", "std|var", UserWarning)
@@ -120,7 +120,7 @@ def test_what_cannot_be_counted_raises_as_on_one_device():
 def test_three_dims_and_nested_shards():
     def body():
         from vescale_dtensor import InterleavedShard, Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(2, 2)
         x = torch.randn(3, 4, 8).requires_grad_()
@@ -139,7 +139,7 @@ def test_three_dims_and_nested_shards():
 def test_nan_infinity_and_zero():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         def aminmax(x):  # torch 2.11 has no derivative of it
             of_one = type(torch.ones(1, requires_grad=True).aminmax(dim=0).min.grad_fn).__name__
@@ -163,7 +163,7 @@ def test_nan_infinity_and_zero():
 def test_dtypes():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(4)
         whole = torch.randint(-5, 5, (3, 6))
@@ -209,7 +209,7 @@ def test_second_derivatives():
 def test_no_communication_where_none_is_needed():
     def body():
         from vescale_dtensor import Partial, Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         x = torch.randn(8, 12).requires_grad_()
         linear = [lambda x: x.sum(), lambda x: x.sum(0), lambda x: x.mean(1), lambda x: x.mean()]
@@ -230,7 +230,7 @@ def test_no_communication_where_none_is_needed():
 def test_sharded_dim_is_not_gathered():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(4)
         x = torch.randn(3, 256).requires_grad_()
@@ -248,7 +248,7 @@ def test_sharded_dim_is_not_gathered():
 def test_equal_and_allclose():
     def body():
         from vescale_dtensor import Partial, Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import spread
+        from vescale_testkit.oracle import spread
 
         mesh = mesh_of(2, 2)
         x = torch.arange(15.0).view(5, 3)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from vescale_dtensor import OperatorError, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._rules.products.scaled import RECIPES
-from vescale_dtensor._test_kit.scaled import operands_seen
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.scaled import operands_seen
 
 R, P, S = Replicate(), Partial(), Shard
 ROWS, FEATURES, OUTPUTS = (7, 3), 50, 22

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 ORDERS = {
     "sort": lambda x: x.sort(),
@@ -39,7 +39,7 @@ def check(functions, shapes, sizes):
     import warnings
 
     from vescale_dtensor._dispatch.fallback import FallbackWarning
-    from vescale_dtensor._test_kit.oracle import compare, placements_for
+    from vescale_testkit.oracle import compare, placements_for
 
     warnings.simplefilter("error", FallbackWarning)
     mesh = mesh_of(*sizes)
@@ -64,7 +64,7 @@ def test_every_layout(functions, sizes):
 def test_nested_and_interleaved_cuts():
     def body():
         from vescale_dtensor import InterleavedShard, Replicate, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(2, 2)
         x = torch.randn(3, 8).requires_grad_()
@@ -119,7 +119,7 @@ def test_in_place():
 def test_no_communication_along_other_dims():
     def body():
         from vescale_dtensor import Partial, Shard
-        from vescale_dtensor._test_kit.oracle import compare
+        from vescale_testkit.oracle import compare
 
         mesh = mesh_of(2, 2)
         x = torch.randn(6, 9).requires_grad_()

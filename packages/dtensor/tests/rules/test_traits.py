@@ -23,10 +23,10 @@ from vescale_dtensor import (
     reproducible,
 )
 from vescale_dtensor._rules.registry import TABLE, Entry
-from vescale_dtensor._test_kit.operator_sweep import database
-from vescale_dtensor._test_kit.trait_check import Watch
 from vescale_dtensor.rules import Signature, Trait, traits_of
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_testkit import mesh_of, run_ranks, slice_of
+from vescale_testkit.operator_sweep import database
+from vescale_testkit.trait_check import Watch
 
 SLICES = 8
 SAMPLES = 6

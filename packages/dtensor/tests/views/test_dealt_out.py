@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, InterleavedShard, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SIZES = (8, 8, 16)
 

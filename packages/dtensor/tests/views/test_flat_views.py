@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from vescale_dtensor import RaggedShard, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SHAPE = (4, 1, 6)
 FLAT = RaggedShard((0, 1, 2), (11, 13))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._test_kit.oracle import compare
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
+from vescale_testkit.oracle import compare
 
 R = Replicate()
 PARTS = [(4, 2, 2), (6, 3, 3), (1, 1), (8, 1, 1, 2), (2, 2, 2), (1, 3)]

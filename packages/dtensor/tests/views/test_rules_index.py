@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import ViewError
-from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import compare, placements_for
 
 R, P = Replicate(), Partial()
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)

@@ -33,8 +33,8 @@ from vescale_dtensor._layouts.layout import canonical_states
 from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, sharded
 from vescale_dtensor._rules.registry import Call, Operand
 from vescale_dtensor._rules.views.view import reshape_to
-from vescale_dtensor._test_kit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
-from vescale_dtensor.testing import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
+from vescale_testkit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
 
 R, S, P = Replicate(), Shard, Partial()
 MESHES = [(2, 2), (4,)]

@@ -28,8 +28,8 @@ from vescale_dtensor._dispatch.signature import solve
 from vescale_dtensor._layouts.state import INVARIANT, sharded
 from vescale_dtensor._rules.registry import Call, Operand
 from vescale_dtensor._rules.views.join import cat, split
-from vescale_dtensor._test_kit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
+from vescale_testkit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
 
 R, S, P = Replicate(), Shard, Partial()
 MESHES = [(2, 2), (4,)]

@@ -18,8 +18,8 @@ from vescale_dtensor import (
     comm_trace,
     distribute_tensor,
 )
-from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_testkit import mesh_of, raises_on_all, run_ranks
+from vescale_testkit.oracle import compare, placements_for
 
 R, S, P = Replicate(), Shard, Partial()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vescale_dtensor import DTensor, Shard, ViewError
-from vescale_dtensor._test_kit.oracle import placements_for, spread
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
+from vescale_testkit import in_turns, mesh_of, run_ranks
+from vescale_testkit.oracle import placements_for, spread
 
 SHAPES = {(2,): [(4,), (1,), (4, 6), (1, 2, 3, 1), (2, 2, 3, 1)], (2, 2): [(2, 1, 4, 2)]}
 BASES = {

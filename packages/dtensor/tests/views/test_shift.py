@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from vescale_dtensor import InterleavedShard, PlacementError, Shard, comm_trace, distribute_tensor, zigzag
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 RANKS = 4
 LAYOUTS = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_dtensor import OperatorError, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SHAPES = [(3, 4), (1, 4), (4, 1), (2, 3, 2)]
 OF = {

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor, OperatorError, Replicate, Shard
-from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, spread
-from vescale_dtensor.testing import run_ranks
+from vescale_testkit import run_ranks
+from vescale_testkit.oracle import STRIDED_VIEWS, spread
 
 # Of a [8, 7] tensor, which two ranks cut unevenly along its columns.
 SLICES = {

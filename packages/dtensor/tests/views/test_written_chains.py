@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import Partial, Replicate, Shard, ViewError, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 SHAPE = (6, 4, 5)
 CHAINS = 60

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_dtensor import Replicate, Shard, ViewError, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 WRITES = {
     "row, number": lambda x: x.__setitem__(0, 5.0),

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, parallelize
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, comm_trace, local_map
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Plan, no_sync, parallelize
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import python_state_programs, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, parallelize
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import python_state_programs, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

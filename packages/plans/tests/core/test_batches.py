@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import PlacementError, PlainTensorError, ShapeError
-from vescale_dtensor.testing import raises_on_all, run_ranks
 from vescale_plans import Plan
+from vescale_testkit import raises_on_all, run_ranks
 
 PLAN = {"mesh": {"dp": 2}, "parameters": {"*": {}}, "data_axis": "dp"}
 

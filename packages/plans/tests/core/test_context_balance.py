@@ -9,8 +9,8 @@ from vescale_dtensor import InterleavedShard, Shard, zigzag
 from vescale_dtensor._context.empty import _trimmed
 from vescale_dtensor._context.tiles import tiles
 from vescale_dtensor.engine import cut_ranges
-from vescale_dtensor.testing import slice_of
 from vescale_plans._apply.balance import order_for
+from vescale_testkit import slice_of
 
 
 def pairs_of(tile):

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, PlanError
+from vescale_testkit import run_ranks
 
 PLAN = {"mesh": {"dp": 2, "cp": 2}, "parameters": {"*": {}}, "context_axis": "cp"}
 

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_rng
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, Precision, parallelize
+from vescale_testkit import run_ranks
 
 
 class Model(nn.Module):

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import GradientError, Replicate, Shard
-from vescale_dtensor.testing import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, dry_run, parallelize
+from vescale_testkit import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 
-warm_up("torch._dynamo", "vescale_plans", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale_plans", "vescale_testkit.second")
 
 WIDTH, BATCH, POSITIONS, LAYERS = 32, 4, 64, 4
 

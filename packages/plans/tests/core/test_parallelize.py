@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, MeshError, PlainTensorError, Replicate, ShapeError, Shard, comm_trace
-from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, no_sync, parallelize
 from vescale_rng import deferred_init
+from vescale_testkit import in_turns, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import GradientError, Replicate, Shard, comm_trace
-from vescale_dtensor.testing import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, parallelize
+from vescale_testkit import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

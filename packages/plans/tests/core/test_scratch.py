@@ -7,8 +7,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from vescale_dtensor.engine import GatherInFlight
 from vescale_dtensor.engine import mesh_of as engine_mesh
-from vescale_dtensor.testing import mesh_of, run_ranks
 from vescale_plans._dry.meter import Meter
+from vescale_testkit import mesh_of, run_ranks
 
 NUMBERS = 1 << 14
 ONCE = 4 * 4 * NUMBERS  # bytes of a result of four ranks' parts

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale_plans")
 

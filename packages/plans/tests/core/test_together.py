@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_dtensor import PlainTensorError, Shard
-from vescale_dtensor.testing import RankError, raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize
+from vescale_testkit import RankError, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, comm_trace
 from vescale_dtensor.engine import local_only
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, Precision, no_sync, parallelize
 from vescale_plans._zero import units
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import Replicate
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, expert_drops, expert_load, parallelize
 from vescale_plans._experts.capacity import counted
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

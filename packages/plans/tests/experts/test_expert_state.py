@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import Replicate
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize
+from vescale_testkit import raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_dtensor import DTensor, OperatorError, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, Precision, dry_run, no_sync, parallelize
+from vescale_testkit import in_turns, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import FallbackWarning, comm_trace
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize, register_elementwise
 from vescale_plans._zero.optim_kinds import elementwise_methods
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import assert_ranks_agree, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, parallelize
+from vescale_testkit import assert_ranks_agree, run_ranks, slice_of, warm_up
 
 warm_up("vescale_plans")
 

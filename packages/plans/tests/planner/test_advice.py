@@ -11,10 +11,10 @@ from torch import nn
 
 from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor._communication import events
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Boundary, Plan, explain_calls, parallelize
 from vescale_plans._calls.phases import PHASES
 from vescale_plans._plan.least import open_sums
+from vescale_testkit import run_ranks
 
 COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
 NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}

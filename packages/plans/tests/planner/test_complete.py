@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Boundary, Plan, PlanError, dry_run, parallelize
+from vescale_testkit import run_ranks
 
 COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
 NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}

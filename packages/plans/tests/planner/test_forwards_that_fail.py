@@ -8,10 +8,10 @@ import torch
 from torch import distributions, nn
 from torch.distributions import Distribution
 
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, PlanError, dry_run, parallelize
 from vescale_plans.search.generate import generate_plan
 from vescale_plans.search.pricing.predict import predict
+from vescale_testkit import run_ranks
 
 SAMPLE = torch.arange(32.0).view(4, 8) / 8
 

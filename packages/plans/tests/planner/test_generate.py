@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
-from vescale_dtensor.testing import in_turns
 from vescale_plans import PlanError, Precision
 from vescale_plans.search import (
     Candidate,
@@ -23,6 +22,7 @@ from vescale_plans.search import (
     sizes_of,
     structure_of,
 )
+from vescale_testkit import in_turns
 
 GIB = 2**30
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import in_turns, run_ranks
 from vescale_plans import PlanError, parallelize
 from vescale_plans.search.generate import generate_plan
+from vescale_testkit import in_turns, run_ranks
 
 WIDTH, TOKENS, WORDS = 16, 6, 24
 

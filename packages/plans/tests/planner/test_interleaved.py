@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import slice_of
 from vescale_plans import PlanError
 from vescale_plans.search import (
     Candidate,
@@ -28,6 +27,7 @@ from vescale_plans.search.pricer import Pricer
 from vescale_plans.search.pricing.interleaved import Interleaved
 from vescale_plans.search.pricing.memory import Held
 from vescale_plans.search.stages import moments
+from vescale_testkit import slice_of
 
 
 class Block(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import in_turns
 from vescale_plans import Plan, PlanError
 from vescale_plans.search import Experts, InfeasibleError, Request, generate_plan, rank, sample_of, structure_of
 from vescale_plans.search.pricing.profiles import hardware_of
+from vescale_testkit import in_turns
 
 GIB = 2**30
 IDS = torch.arange(6)[None]

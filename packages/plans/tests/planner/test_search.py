@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from vescale_dtensor.testing import slice_of
 from vescale_plans.search import (
     Candidate,
     Cutter,
@@ -32,6 +31,7 @@ from vescale_plans.search.pricing.cost import cost_of
 from vescale_plans.search.pricing.hardware import Hardware, Numbers
 from vescale_plans.search.progress import Bar
 from vescale_plans.search.stages import bound_of
+from vescale_testkit import slice_of
 
 
 def by_force(parts, count, microbatches, limit, again):

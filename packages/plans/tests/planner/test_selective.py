@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Precision, dry_run, generate_plan, parallelize
 from vescale_plans.search import (
     Candidate,
@@ -22,6 +21,7 @@ from vescale_plans.search import (
     structure_of,
 )
 from vescale_plans.search.pricer import Pricer
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans", "transformers.models.llama.modeling_llama")
 

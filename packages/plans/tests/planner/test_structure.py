@@ -12,12 +12,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges
-from vescale_dtensor.testing import unnamed
 from vescale_plans import PlanError, generate_plan
 from vescale_plans._dry.meter import Meter
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
 from vescale_plans.search.progress import Bar
 from vescale_plans.search.structure import Group, Source
+from vescale_testkit import unnamed
 
 WIDTH, WORDS = 48, 37
 

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from vescale_dtensor.testing import slice_of
 from vescale_plans.search import InfeasibleError, Request, hardware_of, rank, sample_of, structure_of
 from vescale_plans.search.decision import against, places
 from vescale_plans.search.ranking import MARGIN
+from vescale_testkit import slice_of
 
 SIZES = {"8B": (32, 4096, 32, 14336), "70B": (80, 8192, 64, 28672), "mixture": (32, 4096, 32, 14336)}
 PROBLEMS = list(product(SIZES, (8, 16, 64, 256, 512), (1, 4), ("a100", "h100")))

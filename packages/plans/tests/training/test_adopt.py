@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Plan, PlanError, Precision, adopt, parallelize
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("vescale_plans")
 

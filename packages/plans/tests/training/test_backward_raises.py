@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, Precision, parallelize
 from vescale_plans._zero import units
+from vescale_testkit import run_ranks
 
 PLANS = {
     **{f"zero {zero}": {"zero": zero} for zero in range(4)},

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks
 
 WIDTH = 8
 

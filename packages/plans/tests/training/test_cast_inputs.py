@@ -6,8 +6,8 @@ from torch import nn
 from torch.func import functional_call
 
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, Precision, parallelize
+from vescale_testkit import run_ranks
 
 LOW = torch.bfloat16
 TP = {"blocks.*.up.*": {"tp": Shard(0)}, "blocks.*.down.weight": {"tp": Shard(1)}}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize
+from vescale_testkit import raises_on_all, run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from vescale_dtensor import OperatorError, Replicate, Shard
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, Precision, parallelize
+from vescale_testkit import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, Precision, parallelize
+from vescale_testkit import run_ranks
 
 OPTIMIZERS = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.3),

@@ -5,8 +5,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks
 
 
 class Net(nn.Module):

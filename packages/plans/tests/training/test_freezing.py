@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, parallelize
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

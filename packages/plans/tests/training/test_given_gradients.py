@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import GradientError, Shard
-from vescale_dtensor.testing import raises_on_all, run_ranks
 from vescale_plans import Plan, parallelize
+from vescale_testkit import raises_on_all, run_ranks
 
 TP = {"0.*": {"tp": Shard(0)}, "1.weight": {"tp": Shard(1)}, "*": {}}
 PLANS = {

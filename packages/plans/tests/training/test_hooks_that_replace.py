@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules import module as every
 
 from vescale_dtensor import DTensor, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, parallelize
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

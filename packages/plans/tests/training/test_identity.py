@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor, Shard
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, SharedMemoryWarning, parallelize
 from vescale_rng import deferred_init
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks
 
 
 class Cached(nn.Module):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import PlainTensorError, Replicate, Shard
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, parallelize
 from vescale_rng import RandomStateError
+from vescale_testkit import raises_on_all, run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, loader, parallelize
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import allocations, in_turns, mesh_of, run_ranks
 from vescale_plans import Plan, Precision, dry_run, parallelize
 from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
+from vescale_testkit import allocations, in_turns, mesh_of, run_ranks
 
 CASES = {
     "alone": ({}, {}),

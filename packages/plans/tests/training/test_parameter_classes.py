@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import raises_on_all, run_ranks
 from vescale_plans import Plan, PlanError, parallelize
+from vescale_testkit import raises_on_all, run_ranks
 
 
 class Scale(nn.Parameter):

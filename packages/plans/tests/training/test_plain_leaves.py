@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import PlainTensorError, Shard
-from vescale_dtensor.testing import run_ranks, slice_of
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks, slice_of
 
 ROWS, WIDTH, CLASSES = 8, 6, 5
 

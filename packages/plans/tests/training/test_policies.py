@@ -9,8 +9,8 @@ from torch.func import functional_call
 
 from vescale_dtensor import Replicate, Shard
 from vescale_dtensor.engine import watched
-from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, PlanError, Policy, Precision, no_sync, parallelize
+from vescale_testkit import run_ranks
 
 LOW, FULL = torch.bfloat16, torch.float32
 STEPS = 3

@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 from vescale_dtensor import Replicate, Shard, comm_trace
-from vescale_dtensor.testing import run_ranks, slice_of
 from vescale_plans import Plan, Precision, no_sync, parallelize
+from vescale_testkit import run_ranks, slice_of
 
 
 class Net(nn.Module):

@@ -10,10 +10,10 @@ from torch import nn
 
 from vescale_dtensor import CommunicationError, Shard
 from vescale_dtensor._communication import flight_recorder
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, parallelize
 from vescale_plans._apply import in_step
 from vescale_plans.installed._stragglers import Stragglers, slowest
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import OperatorError, PlacementError, Replicate, Shard
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, parallelize
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

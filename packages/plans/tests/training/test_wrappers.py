@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale_plans", "torch.distributed.fsdp")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import GradientError
-from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, Precision, parallelize
+from vescale_testkit import raises_on_all, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from vescale_dtensor import OperatorError, Shard, ViewError
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, parallelize
+from vescale_testkit import run_ranks, warm_up
 
 numpy = pytest.importorskip("numpy")
 warm_up("vescale_plans")

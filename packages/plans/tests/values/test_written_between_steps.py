@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import DTensor, Shard, ViewError
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, parallelize
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("vescale_plans")
 

@@ -12,7 +12,7 @@ import torch
 
 PACKAGES = (
     "vescale_trace", "vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint",
-    "vescale",
+    "vescale", "vescale_testkit",
 )  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
 

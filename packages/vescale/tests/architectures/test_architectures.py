@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from architectures import outcome, register, run, table
-from vescale_dtensor.testing import slice_of
+from vescale_testkit import slice_of
 
 CASES = [(name, case) for case in run.CASES for name in table.right(case)]
 

@@ -11,7 +11,7 @@ import torch
 import vescale
 from architectures.outcome import quiet
 from architectures.register import build, inputs_of
-from vescale_dtensor.testing import slice_of
+from vescale_testkit import slice_of
 
 NAMES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "beam", "exaone_moe", "flex_olmo", "glm"),

@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 import vescale
 from architectures import outcome, register
 from vescale._planning import from_config
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 STEPS = 2

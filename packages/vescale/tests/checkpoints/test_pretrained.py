@@ -10,8 +10,8 @@ from transformers.distributed import DistributedConfig
 import vescale
 from architectures import register
 from vescale.pretrained import places_of
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
+from vescale_testkit import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import vescale
 from vescale.pretrained import places_of
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale", "transformers.models.llama.modeling_llama", "safetensors.torch", "torch.distributed.checkpoint")
 

@@ -11,7 +11,7 @@ from vescale_dtensor._communication import endings
 from vescale_dtensor._communication.hangs import hang
 from vescale_dtensor._debugger.session import Wire
 from vescale_dtensor.engine import namespace
-from vescale_dtensor.testing import World
+from vescale_testkit import World
 
 PLANS = {
     "zero": vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=2),

@@ -14,8 +14,8 @@ from vescale._recorded.digest import Summary, measure, unpack
 from vescale.cli import app
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.engine import local_only
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of, warm_up
 from vescale_plans import Pipeline, library
+from vescale_testkit import in_turns, mesh_of, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

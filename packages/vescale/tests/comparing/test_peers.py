@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 SCRIPT = Path(__file__).absolute().parents[4] / "benchmarks/peers.py"
 

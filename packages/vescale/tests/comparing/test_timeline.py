@@ -12,8 +12,8 @@ from vescale import Boundary, Pipeline, Plan, Replicate, Shard
 from vescale._recorded.spans import exposed, lost, straggler, waited
 from vescale.cli import app
 from vescale.timeline import LANES, read_timeline
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_pipeline import generate
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._inductor.compile_fx", "vescale", "transformers.models.llama.modeling_llama")
 

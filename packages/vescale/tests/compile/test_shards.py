@@ -19,8 +19,8 @@ from torch import nn
 
 import vescale
 from vescale import Boundary, Plan, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._inductor.compile_fx", "vescale", "transformers.models.llama.modeling_llama")
 

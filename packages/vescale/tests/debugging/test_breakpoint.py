@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of
+from vescale_testkit import in_turns, run_ranks, slice_of
 
 EXPRESSIONS = """
 x.shape; hidden.shape; hidden.size(-1); hidden.ndim; hidden.dtype; hidden.device.type; len(hidden); hidden.numel()

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import RankError, run_ranks, warm_up
+from vescale_testkit import RankError, run_ranks, warm_up
+from vescale_testkit.worker_pool import pool
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 PLANS = {
     "tp": {
         "mesh": {"tp": 2},

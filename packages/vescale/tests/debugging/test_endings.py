@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from vescale_dtensor.testing import free_port, in_turns
+from vescale_testkit import free_port, in_turns
 
 RANKS = 2
 SCRIPT = """

@@ -18,7 +18,7 @@ from vescale_dtensor._communication.hangs.deadlock import deadlocked
 from vescale_dtensor._communication.hangs.disagreements import compared
 from vescale_dtensor._communication.hangs.standing import seen
 from vescale_dtensor._communication.hangs.words import Word, last_seen, say
-from vescale_dtensor.testing import free_port, in_turns, run_ranks
+from vescale_testkit import free_port, in_turns, run_ranks
 
 SCRIPT = """
 import os, sys, time, datetime

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import Partial, Replicate, Shard, from_local
-from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, warm_up
+from vescale_testkit import in_turns, mesh_of, run_ranks, warm_up
+from vescale_testkit.worker_pool import pool
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 BEFORE = 60  # collectives that go well: more than are kept
 LINES = Path(__file__).read_text().splitlines()
 
@@ -32,7 +32,7 @@ def meeting(planted, names, sizes, device, ends):
     """
     from vescale_dtensor._communication import flight_recorder as recorder
     from vescale_dtensor._communication.hangs import hang
-    from vescale_dtensor._second import _work
+    from vescale_testkit.second import _work
 
     _work.HANG_SECONDS = 60
     mesh, errors = mesh_of(*sizes, names=names), []

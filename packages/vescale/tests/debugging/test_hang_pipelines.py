@@ -16,11 +16,11 @@ from torch import nn
 
 import vescale
 from vescale_dtensor._communication.hangs.disagreements import compared
-from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_pipeline import PipelineError
+from vescale_testkit import in_turns, run_ranks, warm_up
+from vescale_testkit.worker_pool import pool
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def trained(odd, device, ranks):
 
     Another pipeline of the same ranks has had three calls before, whose messages are called alike."""
     from vescale_dtensor._communication.hangs import hang
-    from vescale_dtensor._second import _work
+    from vescale_testkit.second import _work
 
     _work.HANG_SECONDS = 60
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 pytest.importorskip("debugpy")
 

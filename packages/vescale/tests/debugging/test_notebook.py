@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vescale import CommunicationError, MeshError, notebook
-from vescale_dtensor.testing import in_turns, slice_of
+from vescale_testkit import in_turns, slice_of
 
 NOTEBOOK = Path(__file__).absolute().parents[4] / "examples/notebook/four_ranks.ipynb"
 SECONDS = 240

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from readme_blocks import readme_program
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 PAGE = Path(__file__).absolute().parents[4] / "docs/find-the-bug.md"
 TYPED = re.compile(r"^(\(rank 0 of 8\) )(.*)\n", re.MULTILINE)

@@ -17,7 +17,7 @@ from vescale import doctor
 from vescale._machine import device_check, interfaces
 from vescale.cli import app
 from vescale.doctor import BAD, GOOD, NOTE, examine
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("vescale")
 

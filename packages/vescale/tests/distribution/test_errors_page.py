@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vescale
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 PAGE = Path(__file__).absolute().parents[4] / "docs" / "errors.md"
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)

@@ -8,7 +8,7 @@ import pytest
 from checks.check_layers import next_minor
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 NAMES = [package.name for package in read_packages(TOP)]
@@ -76,4 +76,4 @@ def test_the_siblings_are_those_named_and_theirs(packages):
     assert named["trace"] == set()
     assert named["dtensor"] == named["pipeline"] == {"trace"}
     assert named["plans"] >= {"dtensor"}
-    assert named["vescale"] == set(NAMES) - {"vescale"}
+    assert named["vescale"] == set(NAMES) - {"vescale", "testkit"}

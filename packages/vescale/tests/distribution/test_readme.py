@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from readme_blocks import readme_program
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 PAGES = ("choosing", "cluster", "coming-from", "debugging", "ecosystem", "elastic")

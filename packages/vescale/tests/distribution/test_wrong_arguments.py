@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vescale
 import vescale_pipeline
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 from vescale_trace import VescaleError
 
 PUBLIC = runpy.run_path(str(Path(__file__).with_name("test_exports.py")))["PUBLIC"]

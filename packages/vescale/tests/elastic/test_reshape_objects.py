@@ -15,8 +15,8 @@ from torch import nn
 import vescale
 from vescale import InterleavedShard, Plan, PlanError, Precision, RaggedShard, Replicate, Shard, _reshape
 from vescale_checkpoint import _live_reshard
-from vescale_dtensor.testing import allocations, full_values, in_turns, run_ranks, warm_up
 from vescale_plans.search.progress import Bar
+from vescale_testkit import allocations, full_values, in_turns, run_ranks, warm_up
 
 warm_up("vescale")
 

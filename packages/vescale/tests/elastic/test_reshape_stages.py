@@ -9,7 +9,7 @@ from torch import nn
 
 import vescale
 from vescale import Pipeline, Plan, PlanError, Shard
-from vescale_dtensor.testing import full_values, run_ranks, warm_up
+from vescale_testkit import full_values, run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -11,8 +11,8 @@ import torch
 import vescale
 from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor.engine import DescribedMask
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Pipeline, Plan, library
+from vescale_testkit import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

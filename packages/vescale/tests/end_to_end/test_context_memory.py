@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 BENCHMARKS = str(Path(__file__).absolute().parents[4] / "benchmarks/runtime")

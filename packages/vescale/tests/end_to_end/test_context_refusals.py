@@ -7,8 +7,8 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import OperatorError, Replicate, ShapeError, VescaleError
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Boundary, Plan
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

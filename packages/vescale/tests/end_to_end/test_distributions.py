@@ -8,8 +8,8 @@ from torch import distributions, nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import vescale
 from vescale import Boundary, Pipeline, Plan, PlanError, Policy, Precision, Replicate, Shard
-from vescale_dtensor._test_kit.scaled import operands_seen
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans._capture.explain import compiled
+from vescale_testkit import run_ranks, warm_up
+from vescale_testkit.scaled import operands_seen
 
 warm_up("torch._dynamo", "vescale")
 

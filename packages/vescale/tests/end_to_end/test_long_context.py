@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 STEPS, LENGTH, LOSS = 4, 512, 1e-5

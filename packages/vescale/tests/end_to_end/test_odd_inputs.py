@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import assert_ranks_agree, run_ranks, warm_up
+from vescale_testkit import assert_ranks_agree, run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 pytest.importorskip("accelerate", reason="these tests are of accelerate")
 warm_up("vescale", "vescale.integrations.accelerate")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 pytest.importorskip("torchdata", reason="these tests are of torchdata's StatefulDataLoader")
 pytest.importorskip("datasets", reason="these tests are of HuggingFace's datasets")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 pytest.importorskip("lightning", reason="these tests are of Lightning")
 warm_up("vescale", "lightning")

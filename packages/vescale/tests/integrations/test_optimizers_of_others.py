@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 pytest.importorskip("torchao", reason="these tests are of torchao")
 pytest.importorskip("bitsandbytes", reason="these tests are of bitsandbytes")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 pytest.importorskip("peft", reason="these tests are of PEFT")
 warm_up("vescale", "vescale.integrations.peft", "vescale.integrations.accelerate")

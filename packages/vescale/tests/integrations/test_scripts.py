@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 pytest.importorskip("accelerate", reason="the scripts are of transformers' Trainer and accelerate")
 warm_up("vescale", "transformers.models.llama.modeling_llama")

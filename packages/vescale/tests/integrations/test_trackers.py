@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 warm_up("vescale", "vescale.integrations.transformers", "transformers.models.llama.modeling_llama")

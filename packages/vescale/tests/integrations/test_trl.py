@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 pytest.importorskip("trl", reason="these tests are of TRL")
 pytest.importorskip("datasets", reason="TRL's trainers read datasets")

@@ -7,8 +7,8 @@ import torch
 
 import vescale
 from vescale import Pipeline, Precision, dry_run
-from vescale_dtensor.testing import allocations, in_turns, run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import allocations, in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

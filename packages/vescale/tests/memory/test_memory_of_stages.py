@@ -5,7 +5,7 @@ import torch
 
 import vescale
 from vescale import Precision
-from vescale_dtensor.testing import slice_of, warm_up
+from vescale_testkit import slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

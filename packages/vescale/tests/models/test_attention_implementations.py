@@ -12,7 +12,7 @@ import torch
 
 import vescale
 from vescale_dtensor import comm_trace
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "torch.nn.attention.flex_attention", "vescale", "transformers.models.llama.modeling_llama")
 

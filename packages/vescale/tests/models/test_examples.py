@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
+from vescale_testkit import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import raises_on_all, run_ranks
 from vescale_plans import Plan, PlanError, expert_load
+from vescale_testkit import raises_on_all, run_ranks
 
 WIDTH, EXPERTS, CHOSEN, ROWS = 8, 5, 2, 12
 

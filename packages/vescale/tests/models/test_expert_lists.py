@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import vescale
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, PlanError, expert_load
+from vescale_testkit import raises_on_all, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import raises_on_all, run_ranks
 from vescale_plans import Plan, PlanError
+from vescale_testkit import raises_on_all, run_ranks
 
 WIDTH, EXPERTS, CHOSEN, ROWS = 8, 4, 2, 26
 

@@ -7,8 +7,8 @@ import torch
 
 import vescale
 from vescale_dtensor import Shard
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, PlanError
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

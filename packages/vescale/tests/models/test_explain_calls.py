@@ -12,7 +12,6 @@ import vescale
 import vescale_dtensor
 import vescale_pipeline
 import vescale_plans
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 from vescale_plans._calls.chain import Chain
 from vescale_plans._calls.phases import (
@@ -23,6 +22,7 @@ from vescale_plans._calls.phases import (
     PHASES,
     STANDS_APART,
 )
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale", "transformers.models.llama.modeling_llama")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

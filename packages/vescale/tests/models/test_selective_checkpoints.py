@@ -10,8 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale", "transformers.models.llama.modeling_llama")
 STEPS = 3

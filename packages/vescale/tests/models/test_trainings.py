@@ -23,7 +23,7 @@ import vescale
 from sweeps import stateful_blocks
 from vescale import Boundary, Plan, Replicate, Shard
 from vescale_dtensor import CommunicationError, InternalError
-from vescale_dtensor.testing import RankError, fitting, in_turns, run_ranks, slice_of, warm_up
+from vescale_testkit import RankError, fitting, in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

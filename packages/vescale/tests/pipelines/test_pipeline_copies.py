@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import RankError, run_ranks, warm_up
 from vescale_pipeline import PipelineError, PipelineFailure
+from vescale_testkit import RankError, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

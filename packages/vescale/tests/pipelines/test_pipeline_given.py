@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
+from vescale_testkit import in_turns, raises_on_all, run_ranks, warm_up
 
 warm_up("vescale")
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_pipeline import PipelineError
 from vescale_plans import PlanError
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

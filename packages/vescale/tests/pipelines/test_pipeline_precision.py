@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_pipeline import PipelineError, PipelineFailure
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

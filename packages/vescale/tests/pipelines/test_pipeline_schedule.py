@@ -6,8 +6,8 @@ from torch import nn
 
 import vescale
 from vescale._stages import schedule_of
-from vescale_dtensor.testing import raises_on_all, warm_up
 from vescale_pipeline import Schedule, ScheduleError, generate
+from vescale_testkit import raises_on_all, warm_up
 
 warm_up("vescale")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_pipeline import Event, draw, generate, record_events
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("vescale")
 

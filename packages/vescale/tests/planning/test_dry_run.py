@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Pipeline, Plan, PlanError, dry_run, library
 from vescale_plans._dry.meter import Meter
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from vescale_dtensor.testing import slice_of
 from vescale_pipeline import Costs, generate, simulate, verify
 from vescale_plans.search import Part
 from vescale_plans.search.candidates import VIRTUAL
 from vescale_plans.search.pricing.interleaved import Interleaved
 from vescale_plans.search.stages import Load, Moment, held_at, moments
+from vescale_testkit import slice_of
 
 SHAPES = [(p, v, rounds * p) for p, v, rounds in product((2, 3, 4, 8), VIRTUAL, (1, 2, 3, 5))]
 PLAIN = [(p, 1, more) for p in (2, 3, 4, 8) for more in (1, p - 1, p, p + 1, 3 * p)]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import vescale
 from vescale import Plan, PlanError
 from vescale.cli import app, main
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 RUN = CliRunner()
 FACTORY = """

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, unnamed, warm_up
 from vescale_plans.search import generate_plan, sample_of, split_parameters, structure_of
+from vescale_testkit import in_turns, run_ranks, slice_of, unnamed, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -12,7 +12,6 @@ import vescale
 from vescale import Plan, PlanError
 from vescale.calibrate import calibrate, fitted
 from vescale.cli import app
-from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import dry_run, library
 from vescale_plans._dry.meter import Meter
 from vescale_plans.search import (
@@ -26,6 +25,7 @@ from vescale_plans.search import (
     structure_of,
 )
 from vescale_plans.timeline import operation_of
+from vescale_testkit import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 CPU = hardware_of("cpu")

@@ -6,7 +6,7 @@ from torch import nn
 
 from vescale import dry_run, generate_plan
 from vescale_dtensor import FallbackWarning
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 ROWS, POSITIONS, WORDS = 8, 16, 64
 SIZES = {

@@ -13,8 +13,8 @@ from vescale_dtensor import Replicate, Shard
 from vescale_dtensor._reproducible.functions import product
 from vescale_dtensor._reproducible.merging import _asked, merges
 from vescale_dtensor.engine import is_reproducible
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library
+from vescale_testkit import mesh_of, raises_on_all, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

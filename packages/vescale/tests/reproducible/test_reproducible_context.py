@@ -7,8 +7,8 @@ import torch
 
 import vescale
 from vescale_dtensor import reproducible
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Plan, library
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

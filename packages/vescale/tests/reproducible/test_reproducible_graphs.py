@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale
 from vescale_dtensor import Replicate, Shard, comm_trace
-from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans.plan import Boundary
+from vescale_testkit import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 

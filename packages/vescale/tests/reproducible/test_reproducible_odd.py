@@ -12,7 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 import vescale
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of, warm_up
+from vescale_testkit import mesh_of, run_ranks, slice_of, warm_up
 
 warm_up("vescale")
 

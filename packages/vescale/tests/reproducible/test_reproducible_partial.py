@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import vescale
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_testkit import mesh_of, run_ranks, slice_of
 
 SPLITS = {"batch": 8, "seq": 4, "hidden": 8}
 BATCH, POSITIONS, WIDTH, WORDS = 8, 8, 16, 32

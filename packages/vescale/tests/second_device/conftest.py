@@ -2,7 +2,7 @@
 
 import pytest
 
-from vescale_dtensor._second import library
+from vescale_testkit.second import library
 
 
 @pytest.fixture(scope="session", autouse=True)

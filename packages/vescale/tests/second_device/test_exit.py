@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from vescale_dtensor.testing import free_port, in_turns
+from vescale_testkit import free_port, in_turns
 
 SCRIPT = """
 import atexit, os, sys, threading, time
 from datetime import timedelta
-from vescale_dtensor._second import register
+from vescale_testkit.second import register
 
 register()
 import torch

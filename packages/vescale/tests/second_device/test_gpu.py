@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpu.__main__ import PARTS
-from vescale_dtensor.testing import in_turns, slice_of
+from vescale_testkit import in_turns, slice_of
 
 
 def rehearsed(folder, *given):

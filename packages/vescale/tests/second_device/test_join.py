@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor.testing import free_port, slice_of
+from vescale_testkit import free_port, slice_of
 
 SCRIPT = """
 import faulthandler, json, os, sys
 faulthandler.dump_traceback_later(200, exit=True)  # where a rank stands that waits for ever
-from vescale_dtensor._second import register
+from vescale_testkit.second import register
 
 register()
 import torch

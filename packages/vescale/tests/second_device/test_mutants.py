@@ -7,7 +7,7 @@ from mutants import hunt
 from mutants.grammar import HELPER, KINDS, changed, places_of
 from sweeps.training_cases import CASES
 from sweeps.training_verdict import wanted_of
-from vescale_dtensor.testing import in_turns, warm_up
+from vescale_testkit import in_turns, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -13,7 +13,7 @@ import pytest
 
 from sweeps.training_cases import CASES, train
 from sweeps.training_verdict import bounds_of, other_waits, own_waits, waits_of, wanted_of, wrong_numbers
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

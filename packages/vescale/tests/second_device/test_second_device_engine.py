@@ -10,12 +10,12 @@ from torch import nn
 import vescale
 from sweeps.training_cases import CASES, batches, build, loss_of, optimizer_of, plan_of
 from vescale_dtensor import ReproducibleError, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
 from vescale_plans._apply.join import make_mesh
+from vescale_testkit import raises_on_all, run_ranks, warm_up
+from vescale_testkit.worker_pool import pool
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 on_second = partial(run_ranks, device="second", timeout=240)
 
 
@@ -69,7 +69,7 @@ def test_a_model_and_batches_of_the_host_train_on_the_device_without_waits(zero)
     wanted = train(None)
 
     def run():
-        from vescale_dtensor._second import host_waits
+        from vescale_testkit.second import host_waits
 
         found = []
 
@@ -240,7 +240,7 @@ def test_a_failure_in_a_pipeline_wakes_who_waits_and_leaves_nothing_pending():
     """No connection closes there: the others find the cause in the store, and abort what they wait in."""
 
     def run():
-        from vescale_dtensor._second import _communicator, _work
+        from vescale_testkit.second import _communicator, _work
 
         _work.HANG_SECONDS = 100  # nobody is to wait so long
         torch.manual_seed(0)

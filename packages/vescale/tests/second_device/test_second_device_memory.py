@@ -9,10 +9,10 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor._test_kit.memory.live_bytes import LiveBytes
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_testkit import mesh_of, run_ranks, warm_up
+from vescale_testkit.memory.live_bytes import LiveBytes
 
-warm_up("vescale", "vescale_dtensor._second")
+warm_up("vescale", "vescale_testkit.second")
 
 
 def kept_by_backward(function, x):
@@ -145,7 +145,7 @@ def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_within_its_bytes(
 
 def summed(fields, mesh):
     """What three steps send, as (collective, asynchronous); their losses and what they make of the parameters."""
-    from vescale_dtensor._second._collectives import Collectives
+    from vescale_testkit.second._collectives import Collectives
 
     begun, original = [], Collectives._collective
 
@@ -207,7 +207,7 @@ def test_a_collective_whose_result_is_needed_at_once_stays_on_the_stream():
     """And those that other work hides do not."""
 
     def on_rank():
-        from vescale_dtensor._second._collectives import Collectives
+        from vescale_testkit.second._collectives import Collectives
 
         begun, original = [], Collectives._collective
 

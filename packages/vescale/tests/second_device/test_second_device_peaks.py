@@ -7,11 +7,11 @@ import torch
 
 import vescale
 from gpu.memory import Net
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import dry_run
 from vescale_plans._dry.meter import Meter
+from vescale_testkit import run_ranks, slice_of, warm_up
 
-warm_up("vescale", "vescale_dtensor._second")
+warm_up("vescale", "vescale_testkit.second")
 
 WIDTH, TOKENS, STEPS = 64, 128, 5
 PLANS = {

@@ -10,9 +10,9 @@ from torch import nn
 import vescale
 from gpu.training import STAGED, rehearsed_through_host
 from sweeps.training_cases import CASES as TRAININGS
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 
 ROWS, CLASSES, STEPS = 8, 6, 4
 
@@ -80,7 +80,7 @@ def train(loss_of, order, scales, plan=None):
 
 
 def _watched():
-    from vescale_dtensor._second import host_waits
+    from vescale_testkit.second import host_waits
 
     return host_waits()
 

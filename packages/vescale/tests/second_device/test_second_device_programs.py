@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import vescale
 from vescale import Plan, Shard
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_testkit import run_ranks, slice_of, warm_up
 
-warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
+warm_up("torch._dynamo", "vescale", "vescale_testkit.second")
 
 VOCABULARY, WIDTH, ROWS, POSITIONS = 50, 32, 8, 8
 

@@ -14,9 +14,9 @@ from torch.nn.utils import get_total_norm, parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
-warm_up("vescale", "vescale_dtensor._second")
+warm_up("vescale", "vescale_testkit.second")
 
 BLOCKS = 6
 WIDE = 512  # of a block that fills a buffer of its own
@@ -55,7 +55,7 @@ def test_each_block_waits_for_its_own_parameters_and_the_host_for_none(zero):
 
     def train(reads_at_once):
         from vescale_dtensor._communication import flight_recorder as recorder
-        from vescale_dtensor._second import host_waits
+        from vescale_testkit.second import host_waits
 
         def under_way():
             return [e[recorder.STATE] is recorder.DONE for e in recorder.ring if e[1] == "all_gather"].count(False)

@@ -9,7 +9,7 @@ import vescale
 from vescale._training.config import Config, read_config
 from vescale._training.model import build
 from vescale._training.planning import foretold, plan_of
-from vescale_dtensor.testing import in_turns
+from vescale_testkit import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 ROWS = [

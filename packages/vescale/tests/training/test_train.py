@@ -18,7 +18,7 @@ from vescale._training.model import build
 from vescale._training.run import train
 from vescale._training.script import script_of
 from vescale._training.stop import Stop
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_testkit import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..._tensor.tensor import local_only
-from ..._torch_private import TorchDispatchMode
+from vescale_dtensor.engine import local_only
+
+from .._torch_private import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):

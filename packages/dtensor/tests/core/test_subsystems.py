@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.utils import parametrizations
 
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_testkit import mesh_of, run_ranks
 
 R, S = Replicate(), Shard
 LAYOUTS = [(S(0), R), (R, S(1)), (S(0), S(1))]

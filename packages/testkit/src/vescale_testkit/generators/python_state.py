@@ -480,7 +480,7 @@ def moving(mover: str, use: str, way: str) -> Program:
     return Program(f"{use} by {mover} that moves, {way}", source)
 
 
-def programs() -> list[Program]:
+def python_state_programs() -> list[Program]:
     """Returns every holder with every way, every use with every way, every write; uses and ways take turns."""
     uses, ways = itertools.cycle(USES), itertools.cycle(WAYS)
     made = {}

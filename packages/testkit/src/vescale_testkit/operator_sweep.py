@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import VescaleError
-from .._tensor.tensor import DTensor
-from .._torch_private import operator_database, tree_flatten, tree_unflatten
-from ..placement import Partial, Placement, Replicate, Shard
-from ..testing import RankError, mesh_of, run_ranks
+from vescale_dtensor import DTensor
+from vescale_dtensor.placement import Partial, Placement, Replicate, Shard
+from vescale_trace import VescaleError
+
+from ._torch_private import operator_database, tree_flatten, tree_unflatten
 from .oracle import spread
+from .ranks import RankError, mesh_of, run_ranks
 
 DATABASE = "torch.testing._internal.common_methods_invocations"
 
@@ -297,7 +298,8 @@ def _differentiable(outputs: Iterable[Any]) -> list[Tensor]:
 def _full(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _form(value: Any) -> str:

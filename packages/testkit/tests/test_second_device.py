@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_dtensor._second import _queue, _work, host_waits
-from vescale_dtensor.testing import RankError, WorldStartError, in_turns, mesh_of, raises_on_all, run_ranks
+from vescale_testkit import RankError, WorldStartError, in_turns, mesh_of, raises_on_all, run_ranks
+from vescale_testkit.second import _queue, _work, host_waits
 
 DEVICE = "second"
 # torch 2.11 has them under the names that 2.13 warns of
@@ -90,7 +90,7 @@ def test_refuses_tensors_of_two_devices_as_cuda_does():
 
 OUT_OF_BOUNDS = """
 import torch
-from vescale_dtensor._second import register
+from vescale_testkit.second import register
 
 register()
 table, index = torch.randn(3, 2, device="second"), torch.tensor([1, 7], device="second")
@@ -244,7 +244,7 @@ def test_a_wait_that_no_function_of_python_asked_for_is_counted():
 
 
 def test_without_a_compiler_one_sentence_says_so(monkeypatch, tmp_path):
-    from vescale_dtensor._second import _build
+    from vescale_testkit.second import _build
 
     monkeypatch.setattr(_build, "_folders", lambda: [tmp_path])
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -610,7 +610,7 @@ def as_stranger(act):
 
 @pytest.mark.skipif(not may_be_others(), reason="only root can act as another user, where there is one")
 def test_what_a_stranger_sends_is_not_read():
-    from vescale_dtensor._second import _wire
+    from vescale_testkit.second import _wire
 
     arrived = threading.Event()
     ours, other = _wire.Wire(arrived.set), _wire.Wire(lambda: None)
@@ -630,7 +630,7 @@ def test_what_a_stranger_sends_is_not_read():
 
 
 def test_what_a_message_holds_is_data_and_no_code(tmp_path):
-    from vescale_dtensor._second import _wire
+    from vescale_testkit.second import _wire
 
     for head in (
         pickle.dumps((1, pathlib.Path())),
@@ -648,7 +648,7 @@ def test_what_a_message_holds_is_data_and_no_code(tmp_path):
 @pytest.mark.skipif(not may_be_others(), reason="only root can act as another user, where there is one")
 @pytest.mark.parametrize("how", ["owner", "mode", "link"])
 def test_a_folder_that_others_can_write_to_holds_no_library(monkeypatch, tmp_path, how):
-    from vescale_dtensor._second import _build
+    from vescale_testkit.second import _build
 
     named, other = tmp_path / "named", tmp_path / "other"
     other.mkdir()

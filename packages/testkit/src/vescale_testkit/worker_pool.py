@@ -75,7 +75,7 @@ class ForkServer:
         if loopback:
             environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
         path = [entry or os.getcwd() for entry in sys.path]
-        preload = ["vescale_dtensor.testing", *modules]
+        preload = ["vescale_testkit", *modules]
         arguments = [json.dumps(path), str(far.fileno()), json.dumps(preload)]
         with far:
             self._process = subprocess.Popen(
@@ -372,7 +372,7 @@ class Pool:
 
 def _built() -> None:
     """Compiles the second device, if nobody has: before the ranks' time runs."""
-    from .._second import BuildError, library
+    from .second import BuildError, library
 
     try:
         library()

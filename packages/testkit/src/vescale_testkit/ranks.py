@@ -1,7 +1,7 @@
 """Run a function on several ranks, from a test, in milliseconds.
 
     import torch
-    from vescale_dtensor.testing import mesh_of, run_ranks
+    from vescale_testkit import mesh_of, run_ranks
 
     def test_sum_over_one_axis():
         def total(value):
@@ -13,7 +13,7 @@
         assert run_ranks(4, total, 10) == [22, 24, 22, 24]
 
 The ranks are processes that are started once per test session (gloo, CPU, one
-thread each) and then used by one test after the other; ``_test_kit/worker_pool.py`` tells
+thread each) and then used by one test after the other; ``worker_pool.py`` tells
 how.  What a test may rely on, and what not:
 
 - The function and all functions and classes of test modules travel by value,
@@ -27,8 +27,6 @@ how.  What a test may rely on, and what not:
   patched on the ranks.  What ranks print goes to the output of this process.
 - A process group made by the function lives as long as the worker.  Use
   ``mesh_of``, which makes each mesh once.
-
-Needs cloudpickle.
 """
 
 from __future__ import annotations
@@ -42,49 +40,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ._test_kit import worker
-from ._test_kit.agreement import assert_ranks_agree, full_values
-from ._test_kit.faults.calls import failing, intercepted, killed_at, short_writes
-from ._test_kit.faults.world import World
-from ._test_kit.fitting import fitting, unnamed
-from ._test_kit.memory.allocations import Allocations, allocations
-from ._test_kit.memory.live_bytes import LiveBytes
-from ._test_kit.ports import free_port
-from ._test_kit.python_state import programs as python_state_programs
-from ._test_kit.slices import in_turns, slice_of
-from ._test_kit.worker import Answer, dumps, loads
-from ._test_kit.worker_pool import WorldStartError, pool
-from ._torch_private import fake_store
+from vescale_dtensor.engine import fake_store
 
-__all__ = [
-    "Allocations",
-    "LiveBytes",
-    "RankError",
-    "RankTimeout",
-    "World",
-    "WorldStartError",
-    "allocations",
-    "assert_ranks_agree",
-    "dumps",
-    "failing",
-    "fake_world",
-    "fitting",
-    "free_port",
-    "full_values",
-    "in_turns",
-    "intercepted",
-    "killed_at",
-    "loads",
-    "mesh_of",
-    "python_state_programs",
-    "raises_on_all",
-    "run_ranks",
-    "short_writes",
-    "shutdown",
-    "slice_of",
-    "unnamed",
-    "warm_up",
-]
+from . import worker
+from .worker import Answer, dumps, loads
+from .worker_pool import pool
 
 
 class RankError(RuntimeError):
@@ -141,7 +101,7 @@ def run_ranks(
             processes.  A collective gives up after 30 seconds by itself.
         device: "cpu", or "second": a device in host memory that behaves as a
             GPU does, with a process group that has NCCL's manners
-            (``_second``).  It is compiled at its first use on a machine.
+            (``second``).  It is compiled at its first use on a machine.
             "nccl": GPUs over NCCL, which several ranks share if there are
             fewer than ranks.
 

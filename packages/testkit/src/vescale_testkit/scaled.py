@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from .._rules.products.scaled import Float8, Scaling
-from .._tensor.construct import from_local
-from ..placement import Placement, Replicate, Shard
+from vescale_dtensor import from_local
+from vescale_dtensor._rules.products.scaled import Float8, Scaling
+from vescale_dtensor.placement import Placement, Replicate, Shard
 
 
 @contextlib.contextmanager
@@ -29,7 +29,9 @@ def operands_seen() -> Iterator[list[Tensor]]:
             for name in cut:
                 for axis in self.axes[name]:
                     places[axis] = Shard(0 if name == names[0] else last)
-            found.append(from_local(local, self.mesh.device_mesh, places).full_tensor())
+            mesh = self.mesh.device_mesh
+            assert mesh is not None
+            found.append(from_local(local, mesh, places).full_tensor())
         return made
 
     with patch.object(Scaling, "quantised", seen):

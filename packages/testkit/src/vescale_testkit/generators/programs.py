@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._tensor.tensor import DTensor
-from ..placement import InterleavedShard, Partial, Placement, Replicate, Shard
-from .oracle import spread
+from vescale_dtensor import DTensor
+from vescale_dtensor.placement import InterleavedShard, Partial, Placement, Replicate, Shard
+
+from ..oracle import spread
 from .program_functions import KINKED, RUN
 from .program_steps import PROPOSALS
 

@@ -24,10 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import vescale_dtensor.testing
+import vescale_testkit.ranks
 from vescale_dtensor import FallbackWarning, Shard, distribute_tensor
-from vescale_dtensor._test_kit import worker, worker_pool
-from vescale_dtensor.testing import (
+from vescale_testkit import (
     RankError,
     RankTimeout,
     assert_ranks_agree,
@@ -35,12 +34,14 @@ from vescale_dtensor.testing import (
     free_port,
     in_turns,
     mesh_of,
-    pool,
     raises_on_all,
     run_ranks,
     shutdown,
     slice_of,
+    worker,
+    worker_pool,
 )
+from vescale_testkit.worker_pool import pool
 
 OFFSET = 100
 
@@ -464,7 +465,8 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
 
 
 def start_script(body: str) -> subprocess.Popen[str]:
-    script = "import os, sys, time\nfrom vescale_dtensor.testing import pool, run_ranks, warm_up\n"
+    script = "import os, sys, time\nfrom vescale_testkit import run_ranks, warm_up\n"
+    script += "from vescale_testkit.worker_pool import pool\n"
     environment = {key: value for key, value in os.environ.items() if key != "HOME"}
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
@@ -603,7 +605,7 @@ def _cases_by_day(decorate: Callable[[Callable[..., None]], Callable[..., None]]
         def test_grid(*values: object) -> None:
             """Stands for a slow test."""
 
-        marks = vescale_dtensor.testing.in_turns(3, day=day)(decorate(test_grid)).pytestmark
+        marks = in_turns(3, day=day)(decorate(test_grid)).pytestmark
         if any(mark.name == "skip" for mark in marks):
             return None
         return [(*mark.args[1], mark.kwargs.get("ids")) for mark in marks if mark.name == "parametrize"]
@@ -666,7 +668,7 @@ def test_a_difference_is_located(a: object, b: object, difference: str) -> None:
 
 
 def test_the_examples_in_docstrings_hold() -> None:
-    failed, tried = doctest.testmod(vescale_dtensor.testing)
+    failed, tried = doctest.testmod(vescale_testkit.ranks)
     assert (failed, tried) == (0, 3)
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._communication.events import function_name
-from .._rules.registry import TABLE
-from .._rules.traits import Trait
-from .._torch_private import tree_flatten, tree_map, tree_unflatten
+from vescale_dtensor._communication.events import function_name
+from vescale_dtensor.engine import TABLE, Trait
+
+from ._torch_private import tree_flatten, tree_map, tree_unflatten
 
 # A tensor in the second place lends its dtype and device alone; where(condition) is nonzero. Their rules know.
 _LENDS = frozenset({Tensor.to, Tensor.type_as})
@@ -178,7 +178,9 @@ def _moves(call: Tried) -> bool | None:
     """Shifted operands shift what is taken from them, and nothing is there twice."""
     if not call.tensors or any(x.dtype not in _EXACT for x in call.tensors):
         return None
-    count, own, shifted = 1, [], []
+    own: list[Tensor] = []
+    shifted: list[Tensor] = []
+    count = 1
     for x in call.tensors:
         shape, numel = (*x.shape, 2) if x.is_complex() else x.shape, x.numel() * (1 + x.is_complex())
         numbers = torch.arange(count, count + numel, dtype=_EXACT[x.dtype]).view(shape)

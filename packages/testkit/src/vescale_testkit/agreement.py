@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._tensor.bits import bits_of
-from .._tensor.tensor import DTensor
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import bits_of
 
 
 def assert_ranks_agree(values: Sequence[Any]) -> Any:

@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._communication import events as _events
-from .._communication.events import Event
-from .._layouts.layout import Layout, layout_of
-from .._layouts.mesh import mesh_of
-from .._layouts.region import divides
-from .._layouts.state import INVARIANT, State
-from .._tensor.construct import distribute_tensor, from_local
-from .._tensor.tensor import DTensor
-from .._torch_private import tree_flatten
-from ..placement import Partial, Placement, Replicate, Shard
-from ..testing import slice_of
+from vescale_dtensor import DTensor, Layout, distribute_tensor, from_local
+from vescale_dtensor._communication import events as _events
+from vescale_dtensor._layouts.region import divides
+from vescale_dtensor.engine import INVARIANT, Event, State, layout_of, mesh_of
+from vescale_dtensor.placement import Partial, Placement, Replicate, Shard
+
+from ._torch_private import tree_flatten
+from .slices import slice_of
 
 
 def spread(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], seed: int = 0) -> DTensor:
@@ -44,7 +41,7 @@ def spread(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
         cut = [Replicate() if axis in partial else p for axis, p in enumerate(placements)]
         local = distribute_tensor(part, device_mesh, cut).to_local()
     out = from_local(local, device_mesh, placements, shape=tuple(tensor.shape))
-    return out.detach().requires_grad_(tensor.requires_grad)
+    return out.detach().requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
 def compare(
@@ -123,10 +120,10 @@ def imagined_layout(mesh: ImaginedMesh, states: Sequence[State], shape: Sequence
     """The layout, or None when a cut does not divide at some coordinate."""
     rest = [INVARIANT] * mesh.ndim
     for axis, state in enumerate(states):
-        before = layout_of(mesh, [*states[:axis], *rest[axis:]], shape)
+        before = layout_of(mesh, [*states[:axis], *rest[axis:]], shape)  # type: ignore[arg-type]
         if state.is_sharded and not all(divides(state, before.shape_at(c)[state.dim]) for c in mesh.coordinates):
             return None
-    return layout_of(mesh, states, shape)
+    return layout_of(mesh, states, shape)  # type: ignore[arg-type]
 
 
 def shard_of(tensor: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
@@ -143,7 +140,7 @@ def _same(want: Any, have: Any, rtol, atol, bitwise: bool, context: str) -> None
         return
     if isinstance(have, DTensor):
         assert tuple(have.shape) == tuple(want.shape), f"shape {tuple(have.shape)} for {tuple(want.shape)}: {context}"
-        have = have.detach().full_tensor()
+        have = have.detach().full_tensor()  # type: ignore[attr-defined]
     options = {"rtol": 0, "atol": 0} if bitwise else {"rtol": rtol, "atol": atol}
     torch.testing.assert_close(have, want.detach(), msg=lambda text: f"{context}: {text}", equal_nan=True, **options)
 

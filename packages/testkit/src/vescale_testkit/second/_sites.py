@@ -27,7 +27,7 @@ def _place(filename: str) -> str:
     """A file as sites name it: by its package; empty for what only passes calls on."""
     path = Path(filename)
     parts = path.parts
-    for package in ("torch", "_second"):
+    for package in ("torch", "vescale_testkit"):
         if package in parts[:-1]:
             return ""
     if path.name.startswith("<") or path.name in _PASSES_CALLS_ON:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import RankError, run_ranks, warm_up
+from vescale_testkit import RankError, run_ranks, warm_up
 
-warm_up("vescale_dtensor._second")
+warm_up("vescale_testkit.second")
 DEVICE = "second"
 
 

@@ -17,7 +17,7 @@
 Tensors of `second` lie in host memory and run the CPU's kernels. They refuse to be mixed with the CPU's, backward runs
 on autograd's device thread, random numbers come from a generator of the device's own, and everything that would make
 the host wait for a GPU is counted, by call site. The generator gives the CPU's sequence (mt19937), so that dropout on
-`second` is dropout on the CPU from the same seed. `testing.run_ranks(..., device="second")` runs a test on it.
+`second` is dropout on the CPU from the same seed. `ranks.run_ranks(..., device="second")` runs a test on it.
 """
 
 from ._build import BuildError as BuildError

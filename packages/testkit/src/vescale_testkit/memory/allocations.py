@@ -118,7 +118,7 @@ def _patient() -> Iterator[None]:
 def allocations() -> Iterator[Allocations]:
     """Records what is allocated in the block, on this thread and those of its backwards; read it afterwards.
 
-    What lives at its beginning is not counted.
+    What lives at its beginning is not counted::
 
         with allocations() as log:
             with log.phase("step"):

@@ -33,11 +33,11 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .. import _second
-from .._communication.in_flight import left_to_readers
-from .._dispatch import fallback
-from .._torch_private import all_groups
-from . import one_gpu
+from vescale_dtensor._communication.in_flight import left_to_readers
+from vescale_dtensor._dispatch import fallback
+
+from . import one_gpu, second
+from ._torch_private import all_groups
 
 START_SECONDS = 180.0  # importing libraries in the fork server, rendezvous of a world, on a machine at its limit
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
@@ -45,7 +45,7 @@ COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
 HEADER = struct.Struct(">Q")
 BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from vescale_dtensor._test_kit.worker import serve_forks; "
+    "from vescale_testkit.worker import serve_forks; "
     "serve_forks(int(sys.argv[2]), json.loads(sys.argv[3]))"
 )
 # Messages of ranks that only noticed that another rank had gone.
@@ -288,7 +288,7 @@ def _work(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
         if device == "second":
-            _second.register()
+            second.register()
             sys.setswitchinterval(0.001)  # its threads pass messages on
         elif device == "nccl":
             one_gpu.prepare(rank, size)
@@ -337,7 +337,7 @@ def _answer(rank: int, request: bytes) -> Answer:
         if device_type == "second":
             for gather in tuple(left_to_readers):  # to readers that did not come
                 gather.wait()
-            _second.check_at_rest()
+            second.check_at_rest()
         elif device_type == "cuda":
             torch.cuda.synchronize()  # an error of its kernels is this call's
     except BaseException as error:
@@ -410,7 +410,7 @@ def _receive_exactly(control: socket.socket, length: int) -> bytes | None:
 def check_groups(seconds: float) -> None:
     """Runs on every rank: a barrier on each process group, in order of creation."""
     if device_type == "second":
-        _second.forget_undelivered()
+        second.forget_undelivered()
     for group in all_groups():
         options = dist.BarrierOptions()
         options.device = torch.device(device_type)

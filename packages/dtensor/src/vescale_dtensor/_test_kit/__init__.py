@@ -1,1 +1,0 @@
-"""Parts of `testing`: worlds of worker processes, the single-device oracle, random programs."""

@@ -1,0 +1,1 @@
+"""Generators of programs: functions of torch, and changes of Python's state."""
