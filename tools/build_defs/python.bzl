@@ -82,7 +82,7 @@ pytest_test = rule(
     },
 )
 
-def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark_deps = [], timeout = "long"):
+def pytest_suites(name, deps, suites = [], data = [], benchmark_deps = [], timeout = "long"):
     """One pytest_test per suite, such that each tests/test_*.py is in exactly one of them.
 
     A new test file joins the suite of the folder that it lies in, with no edit here.
@@ -92,7 +92,6 @@ def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark
       name: the suite of the files that lie loose in tests/
       deps: python_library targets that the tests import
       suites: folders of tests/, each a suite of the same name
-      multi_rank: the suites whose tests start several processes; each such suite gets the machine for itself
       data: further files that the tests read
       benchmark_deps: what the benchmarks import beside deps
       timeout: of each suite: short (1 minute), moderate (5), long (15)
@@ -107,7 +106,6 @@ def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark
                 name = suite,
                 srcs = srcs,
                 data = data + _beside_tests("tests"),
-                tags = ["cpu:2"] if suite in multi_rank else [],
                 timeout = timeout,
                 deps = deps,
             )
@@ -119,7 +117,6 @@ def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark
             srcs = benchmarks,
             arguments = ["--benchmark-disable"],
             data = data + _beside_tests("benchmarks"),
-            tags = ["cpu:2"],
             timeout = timeout,
             deps = deps + benchmark_deps,
         )
