@@ -126,8 +126,9 @@ def sent_round() -> bool:
 
 def two_groups() -> bool:
     """Two communicators and products, all in flight at once."""
-    group = _groups.setdefault(dist.group.WORLD, None) or dist.new_group([*range(dist.get_world_size())])
-    _groups[dist.group.WORLD] = group
+    if dist.group.WORLD not in _groups:
+        _groups[dist.group.WORLD] = dist.new_group([*range(dist.get_world_size())])
+    group = _groups[dist.group.WORLD]
     a, b = (full(1 << 20, dist.get_rank() + 1) for _ in range(2))
     works = [dist.all_reduce(a, async_op=True), dist.all_reduce(b, group=group, async_op=True)]
     product = full(512 * 512, 0.5).view(512, 512)

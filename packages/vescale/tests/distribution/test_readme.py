@@ -4,12 +4,18 @@ import os
 import re
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from readme_blocks import readme_program
-from vescale_testkit import in_turns
+from vescale_testkit import run_ranks, warm_up
+from vescale_testkit.worker_pool import pool
+
+warm_up("torch._dynamo", "vescale", "transformers.models.llama.modeling_llama")
 
 TOP = Path(__file__).absolute().parents[4]
 PAGES = ("choosing", "cluster", "coming-from", "debugging", "ecosystem", "elastic")
@@ -20,22 +26,39 @@ READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
-@in_turns(3)
+@pytest.mark.core
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.relative_to(TOP).as_posix())
 def test_its_blocks_run(readme, tmp_path):
     program = tmp_path / "readme.py"
     program.write_text(readme_program(readme))
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(
+    if "run_ranks(" not in program.read_text():
+        try:
+            run_ranks(1, shown, str(program), timeout=300)
+        finally:
+            pool.end(1, "cpu")  # the next page has a process of its own
+        return
+    run = subprocess.run(  # a rank of the pool starts none
         [sys.executable, "-W", "error::DeprecationWarning:__main__", program],
         cwd=tmp_path,
-        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert run.returncode == 0, f"{readme.relative_to(TOP)}:\n{run.stdout}{run.stderr}"
+
+
+def shown(program):
+    """Runs a program as a script that nobody has started under torchrun, in a process that has imported libraries."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    os.chdir(os.path.dirname(program))
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = program
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+        exec(compile(Path(program).read_text(), program, "exec"), vars(main))
 
 
 def test_a_skipped_block_says_why_and_lines_keep_their_numbers(tmp_path):
