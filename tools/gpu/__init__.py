@@ -10,6 +10,7 @@
     one_device       (h) a Llama's step by plain torch, compiled, and by ours in each mode
     attention        (i) HuggingFace's attention implementations by the device's own kernels
     nccl             (j) ranks over NCCL that may share a GPU: collectives, trainings, faults; where it is named
+    graphs           (l) whole steps from a graph, collectives included, against eager ones; where it is named
     peers            (k) a Llama's step beside what people use, and its products alone; where it is named
 
 `python -m gpu` runs them one after the other, each in a process of its own and within its bound, and writes

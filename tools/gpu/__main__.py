@@ -32,7 +32,7 @@ PARTS = (
     Bounded("random_numbers", 120), Bounded("training", 300), Bounded("host_waits", 90), Bounded("block_ratios", 90),
     Bounded("memory", 90), Bounded("calibration", 90), Bounded("premise", 90), Bounded("one_device", 180),
     Bounded("attention", 150), Bounded("nccl", 540, False),
-    Bounded("peers", 540, False),
+    Bounded("graphs", 300, False), Bounded("peers", 540, False),
 )  # fmt: skip
 GRACE = 30  # a part that does not stop by itself is ended
 

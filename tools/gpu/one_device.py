@@ -16,7 +16,7 @@ import vescale
 
 from .part import Part, run
 
-ROUNDS, WARM = 10, 5
+ROUNDS, WARM = 10, 8
 WAYS = ("torch", "torch, compiled", "ours, eager", "ours, compile")
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -36,7 +36,8 @@ def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Ca
     make = partial(torch.optim.AdamW, lr=1e-4, fused=fused)
     if way.startswith("ours"):
         plan = vescale.Plan(mesh={"dp": 1}, parameters={"*": {}})
-        model, optimizer = vescale.parallelize(plan, model, make, mode=way.removeprefix("ours, "))
+        make = partial(make, capturable=True) if way.endswith("to graphs") else make
+        model, optimizer = vescale.parallelize(plan, model, make, mode=way.removeprefix("ours, ").split()[0])
     else:
         if way == "FSDP2":
             for block in model.model.layers:
@@ -53,7 +54,7 @@ def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Ca
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return vescale.graphed(step, model, optimizer) if way == "ours, compile to graphs" else step
 
 
 def raced(

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from .one_device import SMALL, raced
 from .part import Part, run
 
-WAYS = ("torch", "torch, compiled", "torch, compiled to graphs", "FSDP2", "ours, eager", "ours, compile")
+WAYS = ("torch", "torch, compiled", "torch, compiled to graphs", "FSDP2", "ours, eager", "ours, compile",
+        "ours, compile to graphs")  # fmt: skip
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32}
 VOCABULARY, ROUNDS = 32000, 10

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from vescale_rng import Geometry
 from vescale_rng._cuda import fill
 from vescale_rng._cuda.launch import dropout, fills
 from vescale_rng._cuda.numbers import fused, fused_dropout_, recipe, told, words
+from vescale_rng._cuda.recorded import Recorded, recorded
 from vescale_rng._philox.philox import words_at
 from vescale_rng._region import Region
 
@@ -241,6 +243,29 @@ def test_a_shard_is_its_part_of_the_whole(name, args, dtype):
     assert len(whole.unique()) > 1
 
 
+@pytest.mark.parametrize("seed", [5, (1 << 64) - 3])
+def test_a_graph_reads_from_memory_where_the_generator_stands(seed):
+    """Fifty runs, each of two draws, draw what as many eager steps do, and move the generator as far."""
+    generator = SimpleNamespace(device=torch.device("cpu"), at=12, initial_seed=lambda: seed)
+    generator.get_offset, generator.set_offset = lambda: generator.at, lambda at: setattr(generator, "at", at)
+    graph, at = Recorded(generator), generator.at
+
+    def step(seed, at):
+        first, at = drawn("normal_", (), (70_001,), torch.float32, SMALL, at, seed)
+        second, at = drawn("dropout", (0.3,), (5, 64), torch.float16, SMALL, at, seed)
+        return first, second, at
+
+    with graph.capture():
+        assert recorded() is graph
+        graph.moved = step(graph.start, 0)[2]
+    assert recorded() is None and generator.at == at
+    for _ in range(50):
+        *wanted, at = step(seed, at)
+        with graph.run():
+            *found, _ = step(graph.start, 0)
+        assert all(map(torch.equal, found, wanted)) and generator.at == at
+
+
 def test_moments():
     for name, mean, deviation in (("uniform_", 0.5, 12**-0.5), ("normal_", 0, 1), ("exponential_", 1, 1)):
         for dtype in (torch.float32, torch.float64):
@@ -286,6 +311,12 @@ def differences_of_the_kernel():
             same = torch.allclose(target.double(), wanted.double(), rtol=rtol, atol=5e-6)
         if not same:
             found.append(f"{name} {args} {dtype}")
+        if dtype == torch.float32:  # where the generator stands in memory, as a graph reads it
+            layout = dropout(4950, 4, SMALL, 0) if function is fused_dropout_ else fills(4950, 4, made.lanes, SMALL, 0)
+            again = torch.zeros(region.shape, dtype=dtype)
+            triton.fill_part(again, region, layout[0], torch.tensor([123, 2]), made)
+            if not torch.equal(again, target):
+                found.append(f"{name} {args}, recorded")
     places, key = torch.randperm(3000).view(30, 100) * 1234567891, (0x0123456789ABCDEF, 0xFEDCBA9876543210)
     if not torch.equal(triton.words_at(places, key), words_at(places, key)):
         found.append("words of the philox stream")

@@ -109,6 +109,7 @@ from ._tensor.tensor import attach as attach
 from ._tensor.tensor import attributes_beside as attributes_beside
 from ._tensor.tensor import drop_gradients as drop_gradients
 from ._tensor.tensor import local_only as local_only
+from ._tensor.tensor import plain_grad as plain_grad
 from ._tensor.tensor import requires_grad as requires_grad
 from ._tensor.tensor import set_plain_grad as set_plain_grad
 from ._tensor.tensor import set_reduced_grad as set_reduced_grad

@@ -14,6 +14,8 @@ from ._apply.reshape import reshape as reshape
 from ._zero.optim_kinds import register_elementwise as register_elementwise
 from ._capture.explain import explain_compile as explain_compile
 from ._capture.front import CompileWarning as CompileWarning
+from ._graphs.graphed import GraphWarning as GraphWarning
+from ._graphs.graphed import graphed as graphed
 from ._version import __version__ as __version__
 from .calls import Calls as Calls
 from .calls import explain_calls as explain_calls

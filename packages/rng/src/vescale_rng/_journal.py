@@ -15,6 +15,8 @@ from torch import Generator, Tensor
 
 from vescale_dtensor.engine import user_line
 
+from ._cuda.recorded import recorded
+
 KEPT = 256
 
 
@@ -36,7 +38,8 @@ def note(name: str, generator: Generator) -> None:
     """Notes a draw that is about to be made."""
     global _count
     _count += 1
-    entries.append(Entry(_count, name, user_line(), fingerprint(generator)))
+    state = fingerprint(generator) if recorded() is None else 0  # a graph is captured: the host knows of none
+    entries.append(Entry(_count, name, user_line(), state))
 
 
 def fingerprint(generator: Generator) -> int:

@@ -6,6 +6,7 @@ Names are of modules within the package, and after a dot those of attributes of 
 """
 
 PER_RANK = {
+    "_cuda.recorded": ("_now", "moved"),
     "_journal": ("_count", "entries"),
     "_select": ("_current",),
 }

@@ -21,6 +21,9 @@ from vescale_trace.arguments import torch_call
 
 from . import _journal
 from ._cpu.mt19937 import generator_or_default, is_behind
+from ._cuda import recorded as _graphs
+from ._cuda.recorded import Recorded as Recorded
+from ._cuda.recorded import recorded as recorded
 from ._journal import Entry
 
 _DISTANT = "a draw before those that are noted"
@@ -89,6 +92,11 @@ def fingerprints(generators: Sequence[Generator]) -> tuple[int, ...]:
 def draws() -> int:
     """Returns how many draws of sharded tensors this rank has made."""
     return _journal._count
+
+
+def moved() -> int:
+    """Returns by how much draws of sharded tensors have moved CUDA's generators."""
+    return _graphs.moved
 
 
 def drifted(generators: list[Generator], mesh: Mesh, operation: str, when: str) -> RandomStateError:

@@ -63,7 +63,9 @@ from vescale_plans import adopt as adopt
 from vescale_plans import expert_drops as expert_drops
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_calls as explain_calls
+from vescale_plans import GraphWarning as GraphWarning
 from vescale_plans import explain_compile as explain_compile
+from vescale_plans import graphed as graphed
 from vescale_plans import loader as loader
 from vescale_plans import no_sync as no_sync
 from vescale_plans import register_elementwise as register_elementwise

@@ -221,7 +221,7 @@ def put_on(
         absent, finish, shards = Absent(model), _nothing, {}
         absent.take_all(model)
         sync = Outside(model, plan, world_size())
-        object.__setattr__(model, "_vescale", Parallelized(recipe, sync, [], None))
+        object.__setattr__(model, "_vescale", Parallelized(recipe, sync, [], None, None))
     with together("sharding the model"):
         if not outside:
             shards = _shard_parameters(plan, model, device_mesh, placed, again)

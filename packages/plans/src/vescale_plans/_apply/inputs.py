@@ -99,23 +99,31 @@ def cuts_of(plan: PlanFields, balance: Balance | None = None) -> Cuts:
 
 
 class RootBoundary:
-    """A step of the root module's calls."""
+    """A step of the root module's calls.
+
+    Attributes:
+        calls: how many there were; those without gradients are counted among the first alone.
+    """
 
     def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
         self._mesh = mesh
         self._cuts = cuts
-        self._calls, self._in_step = 0, InStep(root, mesh)
+        self.calls, self._in_step = 0, InStep(root, mesh)
         # What a plain tensor entered as: a forward that goes by the identity of a batch sees one object, as long as the
         # caller holds the batch. They share memory and the count of writes.
         self._entered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         add_step(root, "inputs", self._enter, self._leave)
 
+    def is_due(self, calls: int) -> bool:
+        """True if one of so many next calls is one in which ranks are compared."""
+        return any(is_turn(self.calls + at, self._mesh.device_type) for at in range(calls))
+
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        number, self._in_step.entered = self._calls, ()
+        number, self._in_step.entered = self.calls, ()
         counts = number < FIRST or torch.is_grad_enabled()
         if _current_graph_task_id() != -1 or is_checkpoint_selective():
             counts = False  # a checkpoint's first pass and its second must call the same functions
-        self._calls += counts
+        self.calls += counts
         checks = counts and is_turn(number, self._mesh.device_type)
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance

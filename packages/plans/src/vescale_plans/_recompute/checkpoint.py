@@ -20,6 +20,8 @@ from torch.nn.modules import module as every
 from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
+from vescale_rng.state import recorded
+
 from .._calls.chain import Hook, add_step, hooks_after, hooks_before, is_ours
 from .._capture.front import Captured
 from .._torch_private import (
@@ -51,8 +53,9 @@ class Checkpoint:
             tensors = [one for one in args if isinstance(one, Tensor)]
             device = [one.detach().new_empty(0) for one in tensors[:1]]  # whose generator's state torch keeps
             args = (Parked(self._host, args), *device)
+        keeps = recorded() is None  # a graph draws nothing there, and nobody may ask the generator
         around = _checkpoint_without_reentrant_generator(
-            again, True, checkpoint.noop_context_fn, _DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
+            again, keeps, checkpoint.noop_context_fn, _DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
         )
         next(around)
         self._running.append((around, again))

@@ -90,10 +90,11 @@ class Parallelized:
     are, if they are offloaded."""
 
     def __init__(
-        self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBoundary | ListBoundary], host: Host | None
-    ) -> None:
+        self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBoundary | ListBoundary], host: Host | None,
+        inputs: RootBoundary | None,
+    ) -> None:  # fmt: skip
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
-        self.sync, self.experts, self.host = sync, experts, host
+        self.sync, self.experts, self.host, self.inputs = sync, experts, host, inputs
         self.captured: Any = None  # `Regions` that are compiled
         self.compiler: str | None = None  # the backend that makes them
         self.whole = recipe.plan  # over all stages
@@ -123,7 +124,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     if recipe.loss_fn is not None:
         LossBoundary(model, recipe.loss_fn)
     balance = balance_of(plan, mesh, model)
-    RootBoundary(model, mesh, cuts_of(plan, balance))
+    inputs = RootBoundary(model, mesh, cuts_of(plan, balance))
     if plan.context_axis is not None:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
         MaskBoundary(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
@@ -132,7 +133,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     sync = DataParallel(model, _sharing(plan, mesh, Policy()), recipe.blocks, lists, own)
     for experts in boundaries:
         _refuse_lowered(experts.name, model.get_submodule(experts.name), sync, mesh.axis(recipe.experts.axis))
-    made = Parallelized(recipe, sync, boundaries, host)
+    made = Parallelized(recipe, sync, boundaries, host, inputs)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
     refuse_wrappers(model)

@@ -22,6 +22,8 @@ from .._select import RandomStreamError
 from .kernels import kernels_for
 from .launch import Geometry, Launch, dropout, fills
 from .numbers import Recipe, fused_dropout_, recipe, words
+from .recorded import count as note_moved
+from .recorded import recorded
 
 CHUNK = 1 << 20  # elements at a time, in torch ops: a dozen int64 tensors of them
 _named: Geometry | None = None
@@ -61,18 +63,33 @@ def fill_parts(
     generator: Generator,
 ) -> None:  # fmt: skip
     """Overwrites the parts of a tensor of `count` elements; the generator goes on as if it had been filled."""
-    geometry = _named or Geometry.of(generator.device)
-    offset = fill_from(
-        parts, count, dtype, function, args, kwargs, geometry, generator.initial_seed(), generator.get_offset()
-    )
+    geometry, graph = _named or Geometry.of(generator.device), recorded()
+    if graph is not None:
+        if generator is not graph.generator:
+            raise _of_another(function)
+        graph.moved = fill_from(parts, count, dtype, function, args, kwargs, geometry, graph.start, graph.moved)
+        return
+    before = generator.get_offset()
+    offset = fill_from(parts, count, dtype, function, args, kwargs, geometry, generator.initial_seed(), before)
     generator.set_offset(offset)
+    note_moved(offset - before)
+
+
+def _of_another(function: Callable) -> RandomStreamError:
+    return RandomStreamError(
+        function.__name__,
+        "a graph is captured, and its draws are those of the device's own generator",
+        (),
+        [("generator=None", "the device's own"), ("draw outside of the step", "and give it the numbers")],
+    )
 
 
 def fill_from(
     parts: list[Part], count: int, dtype: torch.dtype, function: Callable, args: tuple, kwargs: dict,
-    geometry: Geometry, seed: int, offset: int,
+    geometry: Geometry, seed: int | Tensor, offset: int,
 ) -> int:  # fmt: skip
-    """Likewise for any state of a generator, on any device; returns the offset after it."""
+    """Likewise for any state of a generator, on any device; returns the offset after it. A seed with a fourth of an
+    offset, int64 on the device, is read there, and `offset` counted from it."""
     made = recipe(function, args, kwargs, dtype)
     if function is fused_dropout_:
         launches, offset = dropout(count, dtype.itemsize, geometry, offset)
@@ -89,7 +106,7 @@ def fill_from(
     return offset
 
 
-def _fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int, made: Recipe) -> None:
+def _fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int | Tensor, made: Recipe) -> None:
     out = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
     flat = out.view(-1)
     for first, places in _places(region, target.device):
@@ -105,8 +122,11 @@ def _fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int
         target.copy_(out)
 
 
-def _numbers(launch: Launch, places: Tensor, seed: int, made: Recipe, dtype: torch.dtype) -> Tensor:
+def _numbers(launch: Launch, places: Tensor, seed: int | Tensor, made: Recipe, dtype: torch.dtype) -> Tensor:
     thread, counter, lane = launch.made_by(places)
+    if isinstance(seed, Tensor):
+        seed, before = seed
+        counter = counter + before
     return made.made(words(thread, counter, seed), lane, dtype).to(dtype)
 
 

@@ -28,7 +28,7 @@ _LOW = (1 << 32) - 1
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def words(thread: Tensor, counter: Tensor, seed: int) -> Words:
+def words(thread: Tensor, counter: Tensor, seed: int | Tensor) -> Words:
     """The four words, int64 of the same shape, of a call."""
     a, b, c, d = (half for word in (counter, thread) for half in (word & _LOW, (word >> 32) & _LOW))
     for turn in range(ROUNDS):

@@ -85,8 +85,9 @@ def _fused(x, factor, summand):
 
 @triton.jit
 def _fill(
-    out, numbers, integers, count, base, n1, n2, g0, g1, g2, s0, s1, s2, start, stop, threads, counter, seed,
-    KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ELEMENTS: tl.constexpr,
+    out, numbers, integers, count, base, n1, n2, g0, g1, g2, s0, s1, s2, start, stop, threads, counter, seed, recorded,
+    RECORDED: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     last, rest = index % n2, index // n2
@@ -102,6 +103,9 @@ def _fill(
         turn = at // threads
         thread, lane = at % threads, turn % LANES
         call = counter + turn // LANES
+    if RECORDED:
+        seed = tl.load(recorded)
+        call = call + tl.load(recorded + 1)
     a, b, c, d = tl.philox(
         seed, (call & 0xFFFFFFFF).to(tl.uint32), (call >> 32).to(tl.uint32),
         (thread & 0xFFFFFFFF).to(tl.uint32), (thread >> 32).to(tl.uint32),
@@ -159,15 +163,17 @@ def _fill(
     tl.store(address, found.to(out.dtype.element_ty), mask=held)
 
 
-def fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int, made: Recipe) -> None:
+def fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int | Tensor, made: Recipe) -> None:
     """Overwrites `target`, which holds `region` of a tensor that the launches make. On the current stream."""
     numbers, integers = told(made, target.device)
+    is_recorded = isinstance(seed, Tensor)
+    state = (0, seed) if is_recorded else (seed, integers)
     for sizes, base, strides, own in _boxes(target, region):
         count = prod(sizes)
         for launch in launches:
             _fill[(triton.cdiv(count, _ELEMENTS),)](
                 own, numbers, integers, count, base, sizes[1], sizes[2], *strides, *own.stride(),
-                launch.start, launch.start + launch.count, launch.threads, launch.counter, seed,
+                launch.start, launch.start + launch.count, launch.threads, launch.counter, *state, RECORDED=is_recorded,
                 KIND=made.kind, WIDE=made.wide, LANES=launch.lanes, VECTOR=launch.vector, ELEMENTS=_ELEMENTS,
             )  # fmt: skip
 

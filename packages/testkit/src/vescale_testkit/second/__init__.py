@@ -2,6 +2,7 @@
 
     device.cpp, backend.cpp   the device `second` (torch's PrivateUse1) and the shell of its process group
     streams.cpp               what its streams have come after, and copies beside the host
+    graphs.cpp                what a graph of it repeats, and what a capture may not do
     autocast.cpp              its autocast, which is CUDA's
     _build                    compiles them, once per machine
     _extension                loads what was compiled

@@ -25,8 +25,8 @@ from sysconfig import get_path
 import torch
 
 MODULE = "vescale_second"
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("device.cpp", "streams.cpp", "autocast.cpp", "backend.cpp"))
-HEADERS = (Path(__file__).with_name("streams.hpp"),)
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in "device streams graphs autocast backend".split())
+HEADERS = tuple(Path(__file__).with_name(f"{name}.hpp") for name in ("streams", "graphs"))
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-w")
 COMPILE_SECONDS = 600.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -50,6 +51,13 @@ def _module(loaded: ModuleType) -> ModuleType:
     def manual_seed(seed: int) -> None:
         generator.manual_seed(seed)
 
+    def set_sync_debug_mode(mode: str | int) -> None:
+        """As CUDA's: "warn" tells each wait of the host, with the line that asked for it."""
+        loaded.listen(None if mode in ("default", 0) else warned)
+
+    def warned(what: str) -> None:
+        warnings.warn(f"called a synchronizing operation: {what}", stacklevel=2)
+
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -74,6 +82,8 @@ def _module(loaded: ModuleType) -> ModuleType:
         manual_seed_all=manual_seed,
         get_rng_state=lambda device=NAME: generator.get_state(),
         set_rng_state=set_rng_state,
+        get_sync_debug_mode=lambda: 0,
+        set_sync_debug_mode=set_sync_debug_mode,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         is_bf16_supported=lambda: True,
     )

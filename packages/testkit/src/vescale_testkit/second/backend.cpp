@@ -3,8 +3,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
+
+#include "graphs.hpp"
 
 using at::Tensor;
 using c10d::Backend;
@@ -57,6 +60,39 @@ struct SecondWork final : Work {
     return held.object.attr("number").cast<uint64_t>();
   }
 };
+
+// In a graph, where nobody waits.
+struct CapturedWork final : Work {
+  bool wait(std::chrono::milliseconds) override {
+    return true;
+  }
+  void synchronize() override {}
+  void blockCurrentStream() override {}
+  bool isCompleted() override {
+    return true;
+  }
+  bool isSuccess() const override {
+    return true;
+  }
+};
+
+template <typename T>
+T frozen(const T& value) requires std::is_arithmetic_v<T> {
+  return value;
+}
+std::string frozen(const std::string& value) {
+  return value;
+}
+Tensor frozen(const Tensor& tensor) {
+  graphs::writes(tensor);
+  return graphs::frozen(tensor, "a collective");
+}
+template <typename T>
+std::vector<T> frozen(const std::vector<T>& all) {
+  std::vector<T> found;
+  for (const T& one : all) found.push_back(frozen(one));
+  return found;
+}
 
 class SecondBackend final : public Backend {
  public:
@@ -144,14 +180,28 @@ class SecondBackend final : public Backend {
         TORCH_CHECK(false, "Cannot use ReduceOp of kind ", int(op.op_), " with NCCL");
     }
   }
+  // Captured collectives are begun, and waited for, whenever the graph is run.
+  template <typename... Arguments>
+  bool recorded(const char* name, const Arguments&... arguments) {
+    if (!graphs::capturing()) return false;
+    auto given = std::make_shared<Held>(py::make_tuple(frozen(arguments)...));
+    graphs::record([this, name, given] {
+      py::gil_scoped_acquire gil;
+      const py::object work = held_.object.attr(name)(*py::tuple(given->object));
+      if (!work.is_none()) work.attr("wait")();
+    });
+    return true;
+  }
   template <typename... Arguments>
   void call(const char* name, Arguments&&... arguments) {
     py::gil_scoped_acquire gil;
+    if (recorded(name, arguments...)) return;
     held_.object.attr(name)(std::forward<Arguments>(arguments)...);
   }
   template <typename... Arguments>
   c10::intrusive_ptr<Work> start(const char* name, Arguments&&... arguments) {
     py::gil_scoped_acquire gil;
+    if (recorded(name, arguments...)) return c10::make_intrusive<CapturedWork>();
     py::object work = held_.object.attr(name)(std::forward<Arguments>(arguments)...);
     if (work.is_none()) return nullptr;
     return c10::make_intrusive<SecondWork>(std::move(work));

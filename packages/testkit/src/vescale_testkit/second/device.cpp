@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "graphs.hpp"
 #include "streams.hpp"
 
 #include <algorithm>
@@ -39,6 +40,7 @@ py::object* on_wait = nullptr;  // called with what waited; None: nobody listens
 bool listening = false;
 
 void tell(const char* what) {
+  graphs::forbid(what);
   if (!listening) return;
   py::gil_scoped_acquire gil;
   (*on_wait)(what);
@@ -55,6 +57,7 @@ void note(const char* what) {
 // Fresh memory is not zero, as on a GPU: a kernel that forgets to write shows.
 struct DeviceAllocator final : c10::Allocator {
   static void release(void* memory) {
+    if (graphs::keeps(memory)) return;
     streams::released(memory);
     std::free(memory);
   }
@@ -64,6 +67,7 @@ struct DeviceAllocator final : c10::Allocator {
       TORCH_CHECK(posix_memalign(&memory, 512, bytes) == 0, "second: out of memory, ", bytes, " bytes");
       std::memset(memory, 0xA5, std::min<size_t>(bytes, 1 << 16));
       streams::allocated(memory);
+      graphs::made(memory, bytes);
     }
     return {memory, memory, &release, Device(kSecond, 0)};
   }
@@ -170,6 +174,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) streams::wait(stream.id(), *clock_of(event));
   }
   bool queryEvent(void* event) const override {
+    graphs::forbid("query an event");
     if (event) streams::host_waits(*clock_of(event));
     return true;
   }
@@ -177,6 +182,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete clock_of(event);
   }
   bool queryStream(const c10::Stream& stream) const override {
+    graphs::forbid("query a stream");
     streams::host_waits(stream.id());
     return true;
   }
@@ -209,6 +215,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
       : c10::GeneratorImpl(Device(kSecond, 0), c10::DispatchKeySet(DispatchKey::PrivateUse1)),
         inner(std::move(generator)) {}
   void set_current_seed(uint64_t seed) override {
+    graphs::forbid("the state of a generator");
     inner.set_current_seed(seed);
   }
   void set_offset(uint64_t) override {
@@ -218,15 +225,18 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     TORCH_CHECK(false, "second: its generator has no offset");
   }
   uint64_t current_seed() const override {
+    graphs::forbid("the state of a generator");
     return inner.current_seed();
   }
   uint64_t seed() override {
     return inner.seed();
   }
   void set_state(const c10::TensorImpl& state) override {
+    graphs::forbid("the state of a generator");
     inner.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    graphs::forbid("the state of a generator");
     return inner.unsafeGetGeneratorImpl()->get_state();
   }
   DeviceGenerator* clone_impl() const override {
@@ -297,6 +307,7 @@ class Views {
     for (auto& [device, cpu] : pairs_)
       if (cpu.unsafeGetStorageImpl() == wanted) return over(device, tensor, DispatchKey::PrivateUse1);
     auto device = alias(tensor.storage(), Device(kSecond, 0), &device_allocator);
+    graphs::made(tensor.storage());
     pairs_.emplace_back(device, tensor.storage());
     return over(device, tensor, DispatchKey::PrivateUse1);
   }
@@ -354,6 +365,7 @@ void take_over(const Tensor& device, const Tensor& cpu) {
       cpu.storage_offset() == device.storage_offset())
     return;
   if (moved) {
+    graphs::made(cpu.storage());
     device.storage().unsafeGetStorageImpl()->set_data_ptr(kept_alive(cpu.storage(), Device(kSecond, 0)));
     device.storage().unsafeGetStorageImpl()->set_nbytes(cpu.storage().nbytes());
   }
@@ -380,6 +392,34 @@ const std::unordered_set<std::string> looks_up = {
     "aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce", "aten::scatter_reduce_",
     "aten::take", "aten::put_", "aten::nll_loss_forward", "aten::nll_loss2d_forward"};
 
+// For a graph: an argument as it is at the addresses that it has now; a number of the host's is read once.
+IValue frozen(const IValue& value, const std::string& by) {
+  if (value.isTensor()) {
+    const Tensor tensor = value.toTensor();
+    if (!tensor.defined() || !tensor.is_cpu()) return graphs::frozen(tensor, by);
+    const Tensor number = tensor.clone();
+    number.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    return number;
+  }
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& tensor : value.toTensorVector()) list.push_back(graphs::frozen(tensor, by));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
+      list.push_back(tensor ? std::optional<Tensor>(graphs::frozen(*tensor, by)) : tensor);
+    return list;
+  }
+  return value;
+}
+
+// What a graph computes goes where it went when it was captured.
+void refill(const Tensor& kept, const Tensor& found) {
+  if (kept.defined() && kept.numel() && kept.storage().data() != found.storage().data()) on_cpu(kept).copy_(on_cpu(found));
+}
+
 // Every operator without a kernel here: the CPU's, on the same memory.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_alive();
@@ -387,7 +427,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto name = schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
   const auto count = schema.arguments().size();
   const auto begin = stack->size() - count;
-  if (const char* what = listening ? awaited(name, stack->data() + begin) : nullptr) note(what);
+  const bool kept = graphs::capturing();
+  if (const char* what = listening || kept ? awaited(name, stack->data() + begin) : nullptr) note(what);
+  torch::jit::Stack asked;
+  if (kept)
+    for (size_t i = begin; i < stack->size(); i++) asked.push_back(frozen((*stack)[i], name));
   Views views;
   std::vector<std::pair<Tensor, Tensor>> given;  // in both guises
   const bool both = takes_both.count(name);
@@ -397,6 +441,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!tensor.defined()) return tensor;
     if (tensor.device().type() == kSecond) {
       written ? operation.writes(tensor) : operation.reads(tensor);
+      if (written) graphs::writes(tensor);
       given.emplace_back(tensor, views.on_cpu(tensor));
       return given.back().second;
     }
@@ -462,6 +507,19 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = list;
     }
   }
+  if (!kept) return;
+  torch::jit::Stack answered;
+  for (size_t i = first; i < stack->size(); i++) answered.push_back(frozen((*stack)[i], name));
+  graphs::record([op, asked, answered] {
+    torch::jit::Stack again = asked;
+    run_on_cpu(op, &again);
+    for (size_t i = 0; i < answered.size(); i++) {
+      if (answered[i].isTensor()) refill(answered[i].toTensor(), again[i].toTensor());
+      if (!answered[i].isTensorList()) continue;
+      const auto olds = answered[i].toTensorVector(), news = again[i].toTensorVector();
+      for (size_t j = 0; j < olds.size(); j++) refill(olds[j], news[j]);
+    }
+  });
 }
 
 // --- operators with a kernel of their own --------------------------------------------------------------------------
@@ -489,7 +547,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool down = from.device().type() == kSecond, up = to.device().type() == kSecond;
   streams::Operation operation("aten::copy_");
   if (down) operation.reads(from);
-  if (up) operation.writes(to);
+  if (up) operation.writes(to), graphs::writes(to);
   if (!from.numel()) return to;
   const Tensor source = down ? on_cpu(from) : from, target = up ? on_cpu(to) : to;
   if (down && up) {
@@ -506,6 +564,10 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     target.copy_(source);
     if (!non_blocking) note("copy from the host");
   }
+  if (graphs::capturing())
+    graphs::record([from = graphs::frozen(from, "a copy"), to = graphs::frozen(to, "a copy"), non_blocking] {
+      copy_from(from, to, non_blocking);
+    });
   return to;
 }
 
@@ -604,6 +666,7 @@ bool has_compatible_type(const Tensor& self, const Tensor& from) {
 // A GPU counts integers, too; it looks for the range where none is given.
 Tensor histc(const Tensor& self, int64_t bins, const c10::Scalar& lowest, const c10::Scalar& highest) {
   if (lowest.toDouble() == highest.toDouble()) note("histc");
+  graphs::forbid("histc, which the second device does not record");
   streams::Operation("aten::histc").reads(self);
   const Tensor cpu = on_cpu(self);
   const auto found = at::histc(cpu.is_floating_point() ? cpu : cpu.to(c10::kDouble), bins, lowest, highest);
@@ -617,8 +680,10 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const std::optiona
   for (const Tensor* tensor : {&input, &weight}) operation.reads(*tensor);
   if (bias) operation.reads(*bias);
   const auto cpu_bias = bias && bias->defined() ? std::optional<Tensor>(on_cpu(*bias)) : std::nullopt;
-  return Views().on_device(at::convolution(
+  const Tensor found = Views().on_device(at::convolution(
       on_cpu(input), on_cpu(weight), cpu_bias, stride, padding, dilation, transposed, output_padding, groups));
+  graphs::forbid("a convolution, which the second device does not record");
+  return found;
 }
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(

@@ -61,6 +61,8 @@ Clock host;
 std::unordered_map<const void*, Memory> memories;
 std::deque<Copy> down, up;
 std::vector<std::string> races;
+c10::StreamId captured = -1;  // by a graph, since this operation of its own
+uint64_t captured_since = 0;
 
 uint64_t at(const Clock& clock, c10::StreamId stream) {
   return static_cast<size_t>(stream) < clock.size() ? clock[stream] : 0;
@@ -189,7 +191,10 @@ void host_waits_for_all() {
 Operation::Operation(const char* name) : name_(name), stream_(now), time_(0), counts_(several) {
   if (!counts_) return;
   std::lock_guard guard(lock);
-  time_ = next(stream_)[stream_];
+  const Clock& clock = next(stream_);
+  time_ = clock[stream_];
+  TORCH_CHECK(captured < 0 || at(clock, captured) >= captured_since, "second: ", name_, " is given to ", named(stream_),
+              " while a graph is captured that this stream has no part in: it does not wait for the one that is captured");
 }
 
 void Operation::reads(const Tensor& tensor) {
@@ -219,6 +224,20 @@ void Operation::uses(const Tensor& tensor, bool written) {
       ++use;
   }
   uses.push_back({first, end, stream_, time_, written, name_});
+}
+
+void capture_begins() {
+  std::lock_guard guard(lock);
+  captured = now;
+  captured_since = next(now)[now];
+}
+
+void capture_ends() {
+  std::lock_guard guard(lock);
+  const Clock& clock = clocks[std::exchange(captured, -1)];
+  for (auto& [stream, own] : clocks)
+    TORCH_CHECK(at(own, now) < captured_since || at(clock, stream) >= at(own, stream), "second: ", named(stream),
+                " has a part in a graph, and the one that is captured does not wait for its end");
 }
 
 void allocated(const void* memory) {

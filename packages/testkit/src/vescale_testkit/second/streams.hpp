@@ -44,6 +44,10 @@ class Operation {
   void uses(const at::Tensor& tensor, bool written);
 };
 
+// What is given to the current stream, and to those that wait for it and that it waits for, is a graph's.
+void capture_begins();
+void capture_ends();
+
 // Memory of the device, by where it begins.
 void allocated(const void* memory);
 void released(const void* memory);
