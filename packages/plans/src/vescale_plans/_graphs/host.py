@@ -25,8 +25,8 @@ _WAITS = "called a synchronizing"  # as torch says it of every device
 
 
 class Host:
-    """Everything that a step may change on the host, as it is now: what modules and optimizers hold, what the step's own
-    names stand for, and generators.
+    """Everything that a step may change on the host, as it is now: what modules and optimizers hold, what the step's
+    own names stand for, and generators.
 
     Names that the step's functions call may change beside it, in modules of their own, are not looked at.
     """
