@@ -28,9 +28,9 @@ def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Compa
 
     Arguments:
         run_a, run_b: their folders.
-        rtol: 0 compares every bit, between runs that reorder no sum, or in the reproducible mode; 1e-4 is for float32 on
-            another mesh, 1e-2 for bfloat16. Otherwise, places differ if their tensors are farther apart than rtol times the
-            larger norm. The distance is estimated from sketches, usually within a quarter of its size.
+        rtol: 0 compares every bit, between runs that reorder no sum, or in the reproducible mode. Otherwise, places
+            differ if their tensors are farther apart than rtol times the larger norm (1e-4 for float32 on another mesh,
+            1e-2 for bfloat16). The distance is estimated from sketches, usually within a quarter of its size.
 
     Places are compared in the order of computation: in each step all forwards, by call, then all backwards, then the
     results of the optimizer. A rank that holds another replica than the first is a difference, too. Places that only

@@ -50,7 +50,7 @@ def record(
     """Records the training steps inside the context, for `vescale.compare`.
 
     Arguments:
-        model: on one device, or parallelized under any plan, in eager mode, or in compile mode, which is eager meanwhile.
+        model: on one device, or parallelized under any plan; one in compile mode is eager meanwhile.
         path: a folder that does not exist yet; rank 0 writes `steps.jsonl` there, with one line per step.
         optimizer: its `step()` ends a step of the record. Without it, call `.step()` of the returned recorder.
         keep: globs of places whose values are stored whole, such as "3/forward/layers.0*" or a name that a comparison
