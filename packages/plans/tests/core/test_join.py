@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_dtensor import MeshError
+from vescale_dtensor._communication import endings, namespace
 from vescale_plans._apply import join
 
 
@@ -109,3 +110,13 @@ def test_nothing_changes_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     join.join()
     assert noted == ["gloo"] and join.accelerator() == "cpu"
+
+
+def test_a_world_that_a_thread_ends_meanwhile_is_no_error_at_the_end_of_the_program(monkeypatch):
+    """`leave` asks whether another rank raised while a thread of its own ends the groups: the default one is gone."""
+    word = SimpleNamespace(namespace=None, said=bytearray(16) + b"\1")
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="a world"))
+    monkeypatch.setattr(namespace, "_words", {"a world": word})
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        namespace.namespace()
+    assert endings.raised_anywhere() is False

@@ -61,8 +61,8 @@ def raised_here() -> bool:
 
 
 def raised_anywhere() -> bool:
-    """True if an exception has ended a rank; False if the store is gone."""
-    with contextlib.suppress(RuntimeError):
+    """True if an exception has ended a rank; False if the store is gone, or the world, which a thread may end."""
+    with contextlib.suppress(RuntimeError, ValueError):
         return (found := namespace()) is not None and found.store.check([_RAISED])
     return False
 
