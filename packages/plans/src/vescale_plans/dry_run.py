@@ -33,7 +33,7 @@ from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST
 from ._dry.meter import Meter as Meter
 from ._plan.parts import PlanError
-from ._plan.table import amount
+from ._plan.table import aligned, amount
 from ._torch_private import meta_collectives
 from .plan import Plan
 from .timeline import Recorder, Timeline
@@ -87,22 +87,17 @@ class DryRun:
             count[key] += event.count
         rows = [("collective", "axes", "direction", "count", "received")]
         rows += [(*key, str(count[key]), amount(moved[key])) for key in count]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         kinds = ", ".join(f"{kind} {amount(size)}" for kind, size in self.memory.items())
+        peaks = ", ".join(amount(one.peak) for one in self.stages)
         return "\n".join(
             [
                 f"one step of one rank of {self.plan.world_size}: {self.flops / 1e12:.3g} TFLOP, "
                 f"{amount(self.received)} received, {amount(self.peak)} at the peak",
                 f"at the peak: {kinds}",
-                *self._peaks(),
-                *table,
+                *([f"peaks of the pipeline's ranks: {peaks}"] if peaks else []),
+                *(line.rstrip() for line in aligned(rows)),
             ]
         )
-
-    def _peaks(self) -> list[str]:
-        peaks = ", ".join(amount(one.peak) for one in self.stages)
-        return [f"peaks of the pipeline's ranks: {peaks}"] if peaks else []
 
 
 @generators_kept()
@@ -159,28 +154,24 @@ def dry_run(
         remedies = [(f"rank={plan.world_size - 1}", "the last")]
         raise PlanError("dry_run", f"rank {rank} of a plan for {plan.world_size}", (), remedies)
 
-    def stepped(chooses: bool) -> DryRun:
-        return _stepped(plan, model, batch, optimizer_fn, loss_fn, step, rank, stages, Meter(backend, chooses), backend)
-
-    try:
-        return stepped(False)
-    except RuntimeError as error:
-        if not _asks_for_values(error):
-            raise
-    try:
-        return stepped(True)
-    except RuntimeError as error:
-        if not _asks_for_values(error):
-            raise
-        raise PlanError(
-            "dry_run",
-            f"the model reads a value, and a dry run has none: {str(error).splitlines()[0]}",
-            (),
-            [
-                ("step=lambda model, batch: ...", "a step that leaves out what reads it"),
-                ("vescale.parallelize(plan, model, ...), comm_trace(model)", "a real step tells the same"),
-            ],
-        ) from error
+    for chooses in (False, True):
+        meter = Meter(backend, chooses)
+        try:
+            return _stepped(plan, model, batch, optimizer_fn, loss_fn, step, rank, stages, meter, backend)
+        except RuntimeError as error:
+            if not _asks_for_values(error):
+                raise
+            if chooses:
+                raise PlanError(
+                    "dry_run",
+                    f"the model reads a value, and a dry run has none: {str(error).splitlines()[0]}",
+                    (),
+                    [
+                        ("step=lambda model, batch: ...", "a step that leaves out what reads it"),
+                        ("vescale.parallelize(plan, model, ...), comm_trace(model)", "a real step tells the same"),
+                    ],
+                ) from error
+    raise AssertionError("the second run returned or raised")
 
 
 def _asks_for_values(error: RuntimeError) -> bool:

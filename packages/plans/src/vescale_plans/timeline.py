@@ -98,23 +98,18 @@ class Timeline:
         """Seconds of the step on `hardware`."""
         spent: defaultdict[str, float] = defaultdict(float)
         for (_, _, operation), count in self.operations.items():
-            spent[_sort(operation)] += count * operation.seconds(hardware)
+            kind = "products" if operation.product is not None else "attention" if operation.flops else "elementwise"
+            spent[kind] += count * operation.seconds(hardware)
         crowded = max(1.0, prod(self.mesh.values()) / hardware.at_once) if hardware.at_once else 1.0
         shown = hidden = 0.0
         for event, seconds, beside in self.communication(hardware):
             apart = event is None or event.cause.function not in BESIDE
             free = 0.0 if apart else min(seconds * hardware.hidden, beside)
             shown, hidden = shown + seconds - free, hidden + free
-        spent["host"] = host_seconds(hardware, sum(self.operations.values()), sum(spent.values()))
-        computed = {name: seconds * crowded for name, seconds in spent.items()}
-        return Seconds(
-            computed.get("products", 0.0),
-            computed.get("attention", 0.0),
-            computed.get("elementwise", 0.0),
-            computed["host"],
-            shown,
-            hidden,
-        )
+        host = sum(self.operations.values()) * hardware.host  # beside the device, unless it is the device
+        spent["host"] = host if hardware.at_once else max(0.0, host - sum(spent.values()))
+        computed = {name: spent[name] * crowded for name in ("products", "attention", "elementwise", "host")}
+        return Seconds(**computed, communication=shown, hidden=hidden)
 
     def communication(self, hardware: Hardware) -> Iterator[tuple[Event | None, float, float]]:
         """Each collective, its seconds, what ranks wait for each other before it included, and the seconds that they
@@ -217,12 +212,6 @@ def _held(tensor: Tensor) -> int:
     return numbers * tensor.element_size()
 
 
-def _sort(operation: Operation) -> str:
-    if operation.product is not None:
-        return "products"
-    return "attention" if operation.flops else "elementwise"
-
-
 def _mm(a: Tensor, b: Tensor, *_: object) -> tuple[int, int, int, int]:
     return 1, a.shape[0], b.shape[1], a.shape[1]
 
@@ -256,10 +245,3 @@ _MAKES_NOTHING = {
     aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.resize_.default, aten.lift_fresh.default,
     aten.empty_strided.default, aten.new_empty_strided.default,
 }  # fmt: skip
-
-
-def host_seconds(hardware: Hardware, operators: int, device: float) -> float:
-    """Seconds that the host adds to `device` seconds for so many operators: all of its own where it is the device, else
-    what the device waits."""
-    own = operators * hardware.host
-    return own if hardware.at_once else max(0.0, own - device)

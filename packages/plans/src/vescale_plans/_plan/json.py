@@ -91,10 +91,8 @@ def from_json(text: str | Mapping[str, Any]) -> dict[str, Any]:
         try:
             arguments[name] = _FIELDS[name].read(value)
         except (TypeError, ValueError, AttributeError, KeyError):
-            example = _FIELDS[name].example
-            raise PlanError(
-                "Plan.from_json", f"the field {name!r} cannot be read", [f"{name}  {value!r}"], [(example, "")]
-            ) from None
+            rule, remedies = f"the field {name!r} cannot be read", [(_FIELDS[name].example, "")]
+            raise PlanError("Plan.from_json", rule, [f"{name}  {value!r}"], remedies) from None
     for name in ("mesh", "parameters"):
         if name not in arguments:
             remedies = [(_FIELDS[name].example, "")]
@@ -174,11 +172,8 @@ def _policy_in(written: Mapping[str, Any]) -> Policy:
     return Policy(**{**written, "precision": _precision_in(written.get("precision"))})
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-_FIELDS: dict[str, _Codec] = {
+_PLAIN = _Codec(lambda value: value, lambda value: value, "")
+_CODECS: dict[str, _Codec] = {
     "mesh": _Codec(_pairs(), _mapping(), '"mesh": [["dp", 2], ["tp", 4]]'),
     "parameters": _Codec(
         _pairs(_places_out), _mapping(_places_in), '"parameters": [["*.up.weight", {"tp": "Shard(0)"}], ["*", {}]]'
@@ -191,7 +186,6 @@ _FIELDS: dict[str, _Codec] = {
         lambda axes: tuple(axes) if isinstance(axes, list) else axes,
         '"data_axis": "dp"',
     ),
-    "zero": _Codec(_same, _same, '"zero": 3'),
     "pipeline": _Codec(
         _pipeline_out,
         lambda written: None if written is None else Pipeline(**written),
@@ -200,21 +194,12 @@ _FIELDS: dict[str, _Codec] = {
     "checkpointing": _Codec(_pairs(), _mapping(), '"checkpointing": [["layers.*", true]]'),
     "regather": _Codec(_pairs(), _mapping(), '"regather": [["layers.*", true]]'),
     "precision": _Codec(_precision_out, _precision_in, '"precision": {"compute": "bfloat16", "reduce": "float32"}'),
-    "offload": _Codec(_same, _same, '"offload": false'),
     "blocks": _Codec(_pairs(), _mapping(), '"blocks": [["*.weight", 128]]'),
-    "expert_axis": _Codec(_same, _same, '"expert_axis": null'),
-    "capacity_factor": _Codec(_same, _same, '"capacity_factor": null'),
-    "accumulation": _Codec(_same, _same, '"accumulation": 4'),
-    "prefetch": _Codec(_same, _same, '"prefetch": 1'),
-    "ahead_bytes": _Codec(_same, _same, '"ahead_bytes": null'),
-    "context_axis": _Codec(_same, _same, '"context_axis": null'),
-    "context": _Codec(_same, _same, '"context": "auto"'),
-    "context_layout": _Codec(_same, _same, '"context_layout": "auto"'),
     "offload_activations": _Codec(_pairs(), _mapping(), '"offload_activations": [["layers.*", true]]'),
-    "sums": _Codec(_same, _same, '"sums": "ordered"'),
     "experts": _Codec(_pairs(), _mapping(), '"experts": [["*.experts", "counts"]]'),
     "policies": _Codec(_pairs(_policy_out), _mapping(_policy_in), '"policies": [["head", {"zero": 2}]]'),
 }
+_FIELDS = {one.name: _CODECS.get(one.name, _PLAIN) for one in fields(PlanFields)}
 
 
 def _pretty(record: Mapping[str, Any]) -> str:

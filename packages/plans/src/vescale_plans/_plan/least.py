@@ -11,7 +11,8 @@ from torch import nn
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 
 from .fields import PlanFields
-from .match import first_match
+from .match import decided, first_match
+from .parts import Boundary
 
 Reads = Mapping[str, Mapping[int, Collection[str]]]
 """Module -> numbers that tell apart what it was called with, each with the axes that cut its last dim."""
@@ -105,8 +106,7 @@ def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, s
     for path, module in model.named_modules():
         kinds = set()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            glob = first_match(plan.parameters, f"{path}.{name}" if path else name)
-            placement = plan.parameters[glob].get(axis) if glob is not None else None
+            placement = decided(plan.parameters, f"{path}.{name}" if path else name, {}).get(axis)
             if not isinstance(placement, Shard | InterleavedShard):
                 continue
             if parameter.ndim < 2:
@@ -126,7 +126,8 @@ def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, s
                 kinds.add("stack")
             elif parameter.ndim == 2:
                 kinds.add("sum" if sums else "out")
-        if kinds & {"out", "part"} and "sum" not in kinds and _is_replicated(plan, path, axis):
+        around = decided(plan.boundaries, path, Boundary())
+        if kinds & {"out", "part"} and "sum" not in kinds and isinstance(around.output.get(axis), Replicate):
             kinds.add("gather")
         yield from ((path, kind) for kind in sorted(kinds))
 
@@ -141,11 +142,6 @@ def _is_norm(module: nn.Module) -> bool:
     if getattr(module, "group_size", None) or getattr(module, "num_groups", None):
         return False
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or bool(re.search("(RMS|Layer)_?Norm", type(module).__name__))
-
-
-def _is_replicated(plan: PlanFields, path: str, axis: str) -> bool:
-    glob = first_match(plan.boundaries, path)
-    return glob is not None and isinstance(plan.boundaries[glob].output.get(axis), Replicate)
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:

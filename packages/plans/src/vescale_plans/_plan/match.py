@@ -66,6 +66,12 @@ def first_match(patterns: Iterable[str], name: str) -> str | None:
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
+def decided(patterns: Mapping[str, T], name: str, otherwise: T) -> T:
+    """The value of the pattern that decides `name`; `otherwise` where none does."""
+    pattern = first_match(patterns, name)
+    return otherwise if pattern is None else patterns[pattern]
+
+
 def covers(pattern: str, other: str) -> bool:
     """True if `pattern` surely matches whatever `other` matches."""
     return "?" not in pattern and "[" not in pattern and fnmatchcase(other, pattern)

@@ -79,13 +79,12 @@ class Pipeline:
         if isinstance(self.cuts, str):
             raise PlanError("Pipeline", f"cuts is {self.cuts!r}, not names", (), [(f"cuts=({self.cuts!r},)", "")])
         check_axis("Pipeline", "axis", self.axis, needed=True)
+        remedies = [('cuts=("layers.4",)', "names, as in model.named_modules()")]
         if not isinstance(self.cuts, Iterable):
-            remedies = [('cuts=("layers.4",)', "names, as in model.named_modules()")]
             raise PlanError("Pipeline", f"cuts is {self.cuts!r}, not names of modules", (), remedies)
         object.__setattr__(self, "cuts", tuple(self.cuts))
         for cut in self.cuts:
             if not isinstance(cut, str) or not cut:
-                remedies = [('cuts=("layers.4",)', "names, as in model.named_modules()")]
                 raise PlanError("Pipeline", f"cuts holds {cut!r}, which is not the name of a module", (), remedies)
         if len(set(self.cuts)) < len(self.cuts):
             twice = next(cut for cut in self.cuts if self.cuts.count(cut) > 1)

@@ -88,13 +88,10 @@ def _captions(plan: PlanFields) -> list[str]:
     """Explains the picture, and names what it does not show."""
     said = ["a colour is one part of the parameter, written on it the ranks that hold it; 'of n': n layers have one"]
     if plan.zero == 3:
-        axis = plan.zero_axis
-        said.append(
-            f"zero 3: between uses each of the {plan.mesh[axis]} ranks of {axis} keeps an equal share of a part"
-        )
+        ranks = f"{plan.mesh[plan.zero_axis]} ranks of {plan.zero_axis}"
+        said.append(f"zero 3: between uses each of the {ranks} keeps an equal share of a part")
     if plan.pipeline is not None:
         axis, cuts = plan.pipeline.axis, ", ".join(plan.pipeline.cuts)
-        said.append(
-            f"ranks are those of stage 0; along {axis} the {plan.mesh[axis]} ranks hold other layers, cut at {cuts}"
-        )
+        ranks = f"{plan.mesh[axis]} ranks"
+        said.append(f"ranks are those of stage 0; along {axis} the {ranks} hold other layers, cut at {cuts}")
     return said

@@ -44,13 +44,10 @@ def _data_axes(plan: PlanFields) -> None:
     written = tuple(axes) if len(axes) > 1 else plan.data_axis
     for axis in axes:
         if axis not in plan.mesh:
-            raise misfit(
-                f"data_axis {written!r} is not an axis of the mesh {plan.mesh}"
-                if axis == plan.data_axis
-                else f"data_axis {written!r} names {axis!r}, which is not an axis of the mesh {plan.mesh}",
-                (),
-                [(f"data_axis={next(iter(names), None)!r}", ""), ("data_axis=None", "no data parallelism")],
-            )
+            which = "" if axis == plan.data_axis else f" names {axis!r}, which"
+            rule = f"data_axis {written!r}{which} is not an axis of the mesh {plan.mesh}"
+            remedies = [(f"data_axis={next(iter(names), None)!r}", ""), ("data_axis=None", "no data parallelism")]
+            raise misfit(rule, (), remedies)
     in_order = tuple(sorted(axes, key=names.index))
     if axes != in_order:
         raise misfit(
@@ -94,15 +91,12 @@ def _meant(axis: str, given: Any) -> list[tuple[str, str]]:
     """Returns what may have been meant by a placement without its axis, or by what is none: a style of others."""
     if isinstance(given, Placement):
         return [(f'{{"{axis}": {given!r}}}', "names the axis")]
+    style = ("Plan.from_huggingface(model, mesh=...)", "reads styles in model.tp_plan")
     return [
         (f'{{"{axis}": Shard(0)}}', "others' colwise: of weight [out, in] and bias"),
         (f'{{"{axis}": Shard(1)}}', "others' rowwise: of the weight alone"),
         ("{}", "whole on each rank"),
-        *(
-            [("Plan.from_huggingface(model, mesh=...)", "reads styles in model.tp_plan")]
-            if isinstance(given, str)
-            else []
-        ),
+        *[style] * isinstance(given, str),
     ]
 
 
@@ -281,20 +275,15 @@ LAYOUTS = ("auto", "contiguous", "zigzag")
 
 
 def _context(plan: PlanFields) -> None:
-    if plan.context not in WAYS:
-        remedies = [(f"context={way!r}", "") for way in WAYS]
-        raise misfit(f"context is {plan.context!r}, which is no way of attention", (), remedies)
-    if plan.context_layout not in LAYOUTS:
-        remedies = [(f"context_layout={layout!r}", "") for layout in LAYOUTS]
-        raise misfit(f"context_layout is {plan.context_layout!r}, which is no layout", (), remedies)
     axis = plan.context_axis
+    for name, known, what in (("context", WAYS, "way of attention"), ("context_layout", LAYOUTS, "layout")):
+        said = getattr(plan, name)
+        if said not in known:
+            raise misfit(f"{name} is {said!r}, which is no {what}", (), [(f"{name}={one!r}", "") for one in known])
+        if axis is None and said != "auto":
+            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
+            raise misfit(f"{name}={said!r} without a context axis", (), remedies)
     if axis is None:
-        if plan.context_layout != "auto":
-            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
-            raise misfit(f"context_layout={plan.context_layout!r} without a context axis", (), remedies)
-        if plan.context != "auto":
-            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
-            raise misfit(f"context={plan.context!r} without a context axis", (), remedies)
         return
     _known_axis(plan, "context_axis", axis)
     taken = {"data_axis": plan.data_axes, "expert_axis": (plan.expert_axis,)}

@@ -29,14 +29,14 @@ def table(plan: PlanFields) -> str:
     sizes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     lines = [f"Plan on {sizes} = {prod(plan.mesh.values())} ranks"]
     settings = [(label, text) for label, text in _settings(plan) if text]
-    lines += _aligned(settings)
+    lines += aligned(settings)
     rows = [("parameters", *axes)]
     rows += [(f"  {glob}", *_cells(places, axes, ".")) for glob, places in plan.parameters.items()]
     if plan.boundaries:
         rows += [("boundaries", *axes)]
         for glob, boundary in plan.boundaries.items():
             rows += [(f"  {glob} {side}", *_cells(places, axes, "")) for side, places in _sides(boundary)]
-    lines += _aligned(rows)
+    lines += aligned(rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -79,7 +79,7 @@ def _cells(placements: Placements, axes: Sequence[str], absent: str) -> list[str
     return [placement_text(placements[axis]) if axis in placements else absent for axis in axes]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows]
 
@@ -138,7 +138,7 @@ class PlanDiff(tuple):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in _aligned([c.cells() for c in self])) or "no difference"
+        return "\n".join(line.rstrip() for line in aligned([c.cells() for c in self])) or "no difference"
 
 
 def diff(before: PlanFields, after: PlanFields) -> PlanDiff:

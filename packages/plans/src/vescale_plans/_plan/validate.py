@@ -53,9 +53,8 @@ def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
     _check_tied("treat", parameters, policies)
     if even:
         _check_heads(plan, modules, placed)
-    for where in ("boundaries", "checkpointing", "regather", "offload_activations"):
-        for pattern in getattr(plan, where):
-            _check_not_a_container(where, pattern, modules)
+    for pattern in plan.boundaries:
+        _check_not_a_container(pattern, modules)
     bounded = _bounded(plan, model)
     for name, boundary in bounded.items():
         _check_arguments(name, model.get_submodule(name), boundary)
@@ -162,20 +161,19 @@ def _check_heads(plan: PlanFields, modules: Mapping[str, nn.Module], placed: Map
 
 def _head_size(owner: nn.Module) -> int | None:
     """Returns the size of an attention module's heads, by the names that models of today use."""
-    for name in HEAD_SIZES:
-        if type(size := getattr(owner, name, None)) is int:
-            return size
-    counts = [n for name in HEAD_COUNTS if type(n := getattr(owner, name, None)) is int]
-    widths = [n for name in WIDTHS if type(n := getattr(owner, name, None)) is int]
-    return widths[0] // counts[0] if counts and widths else None
+    size, count, width = (
+        next((n for name in names if type(n := getattr(owner, name, None)) is int), None)
+        for names in (HEAD_SIZES, HEAD_COUNTS, WIDTHS)
+    )
+    return width // count if size is None and width and count else size
 
 
-def _check_not_a_container(where: str, pattern: str, modules: Mapping[str, nn.Module]) -> None:
-    """Refuses boundaries of a container; activations are for the modules inside it."""
+def _check_not_a_container(pattern: str, modules: Mapping[str, nn.Module]) -> None:
+    """Refuses boundaries of a container."""
     found = [name for name in modules if fnmatchcase(name, pattern)]
-    if where == "boundaries" and found and all(isinstance(modules[name], CONTAINERS) for name in found):
+    if found and all(isinstance(modules[name], CONTAINERS) for name in found):
         raise misfit(
-            f"{where}[{pattern!r}] is {found[0]!r}, a {type(modules[found[0]]).__name__}, which is never called",
+            f"boundaries[{pattern!r}] is {found[0]!r}, a {type(modules[found[0]]).__name__}, which is never called",
             (),
             [(f"use '{found[0]}.*'", "the modules in it, and those inside them")],
         )

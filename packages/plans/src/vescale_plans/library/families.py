@@ -41,13 +41,12 @@ MIXTRAL = {
 
 def megatron(
     mesh: Mapping[str, int],
-    parameters: Mapping[str, Placement],
-    begins: tuple[str, str],
-    attention: str,
-    *,
     sequence_parallel: bool,
     data_axis: str,
     tensor_axis: str,
+    parameters: Mapping[str, Placement],
+    begins: tuple[str, str],
+    attention: str,
 ) -> Plan:
     """The plan of a decoder; of data parallelism alone if the mesh has no tensor axis.
 
@@ -87,10 +86,7 @@ def gpt(
 
     Cost: see `megatron`.
     """
-    return megatron(
-        mesh, GPT, ("*.drop", "input"), "*.attn",
-        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
-    )  # fmt: skip
+    return megatron(mesh, sequence_parallel, data_axis, tensor_axis, GPT, ("*.drop", "input"), "*.attn")
 
 
 def llama(
@@ -101,10 +97,8 @@ def llama(
 
     Cost: see `megatron`.
     """
-    return megatron(
-        mesh, LLAMA, ("*.embed_tokens", "output"), "*.self_attn",
-        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
-    )  # fmt: skip
+    begins = ("*.embed_tokens", "output")
+    return megatron(mesh, sequence_parallel, data_axis, tensor_axis, LLAMA, begins, "*.self_attn")
 
 
 def mixtral(
@@ -116,7 +110,5 @@ def mixtral(
     Every expert is sharded over its inner dim, like a dense MLP: `gate_up_proj` [experts, gate and up, in] by outputs,
     `down_proj` [experts, out, inner] by inputs. The router is replicated. Cost: see `megatron`.
     """
-    return megatron(
-        mesh, MIXTRAL, ("*.embed_tokens", "output"), "*.self_attn",
-        sequence_parallel=sequence_parallel, data_axis=data_axis, tensor_axis=tensor_axis,
-    )  # fmt: skip
+    begins = ("*.embed_tokens", "output")
+    return megatron(mesh, sequence_parallel, data_axis, tensor_axis, MIXTRAL, begins, "*.self_attn")
