@@ -66,10 +66,7 @@ TracingContext = torch._guards.TracingContext
 # Whether one tensor can take another's place by `.data =`. Instead: an attempt, and its error.
 _has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 
-# How many tensors there are over a storage. Instead: a public count.
-_storage_Use_Count = torch._C._storage_Use_Count
-
-# Calls a function at the end of the backward that runs. Instead: a public one.
+# Calls a function at the end of the backward that runs; of nested ones, the innermost. Instead: a public one.
 queue_callback = Variable._execution_engine.queue_callback
 
 # Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
@@ -128,11 +125,6 @@ def global_forward_hook_kinds() -> tuple[dict[int, bool], dict[int, bool]]:
 def global_backward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     """Hooks before, and after, the backward of every module, by id. Instead: none in public."""
     return module._global_backward_pre_hooks, module._global_backward_hooks
-
-
-def has_global_backward_hooks() -> bool:
-    """True if somebody watches the backward of every module. Instead: a public question."""
-    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
 
 
 def backend_of(device: torch.device) -> Any:

@@ -88,10 +88,8 @@ def _steps(module: nn.Module) -> Iterator[Step]:
     for hook in hooks_after(module):
         yield _step("after", hook.call, None if hook.step is None else hook.step.phase.after)
     earlier, later = global_backward_hooks()
-    for hook in (*earlier.values(), *module._backward_pre_hooks.values(), *later.values()):
-        yield _step("backward", hook)
-    for hook in module._backward_hooks.values():
-        yield _step("backward", hook)
+    for hooks in (earlier, module._backward_pre_hooks, later, module._backward_hooks):
+        yield from (_step("backward", hook) for hook in hooks.values())
 
 
 def _forwards(module: nn.Module) -> Iterator[Step]:

@@ -47,10 +47,6 @@ class Held(NamedTuple):
     copy: Tensor | None
 
     @property
-    def is_replaced(self) -> bool:
-        return self.owner._buffers.get(self.name) is not self.buffer
-
-    @property
     def is_written(self) -> bool:
         if _version(self.buffer) != self.version:
             return True
@@ -87,7 +83,7 @@ class Found:
                         ],
                     )
                 changed.append(one)
-            elif one.is_replaced:
+            elif one.owner._buffers.get(one.name) is not one.buffer:
                 changed.append(one._replace(copy=None))
         self._held = changed
 

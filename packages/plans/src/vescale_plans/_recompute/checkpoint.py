@@ -27,9 +27,9 @@ from .._capture.front import Captured
 from .._torch_private import (
     _DEFAULT_DETERMINISM_MODE,
     _checkpoint_without_reentrant_generator,
+    global_backward_hooks,
     global_forward_hook_kinds,
     global_forward_hooks,
-    has_global_backward_hooks,
 )
 from .buffers import Buffers, Found
 from .host import Host, Parked
@@ -80,7 +80,7 @@ class Again:
         self._after: list[Hook] = []
         self._closing: list[Hook] = []
         self._forward = module.forward
-        self._is_watched = bool(module._backward_hooks or module._backward_pre_hooks or has_global_backward_hooks())
+        self._is_watched = any((module._backward_hooks, module._backward_pre_hooks, *global_backward_hooks()))
 
     def returns(self) -> None:
         """The forward is through: which hooks come after it, and which buffers it has written."""
@@ -177,7 +177,7 @@ def _place(hooks: list[Hook]) -> int:
 
 
 def _ours(hooks: Iterable[Hook]) -> list[Hook]:
-    return [hook for hook in hooks if hook.is_ours]
+    return [hook for hook in hooks if is_ours(hook.call)]
 
 
 def _after(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -151,7 +151,8 @@ class Bucket(FlatParameters):
                     _set_grad(param.parameter, None)
                 if i not in self.filled or now is None:
                     missing.append(i)
-                    _fill_negative_zero(flat[param.start : param.start + param.numel])
+                    piece = flat[param.start : param.start + param.numel]
+                    (torch.view_as_real(piece) if piece.is_complex() else piece).fill_(-0.0)
                 param.gradient = None
         self.flat, self._streams, self.filled, self.came = None, None, set(), set()
         if self.is_elsewhere:
@@ -238,10 +239,6 @@ class Bucket(FlatParameters):
                 piece = convert(piece, before.mesh_layout, SYNC)
             with local_only():
                 before.add_(piece)
-
-
-def _fill_negative_zero(piece: Tensor) -> None:
-    (torch.view_as_real(piece) if piece.is_complex() else piece).fill_(-0.0)
 
 
 def _negative_zeros(pieces: Sequence[Tensor], which: Sequence[int]) -> set[int]:

@@ -79,7 +79,8 @@ class Owners:
         with local_only():
             local = owned.detach().view(self.local_shape(param))
             local = local if local.dtype is param.shard.dtype else local.to(param.shard.dtype)
-        return _plain(local)
+        local.__class__ = Tensor
+        return local
 
     def send_back(self, param: ShardedParameter) -> None:
         """The owner's new weight into the full-precision shards; its memory goes."""
@@ -92,11 +93,6 @@ class Owners:
                 param.shard.copy_(moved.view(param.shard.shape))
             plain.grad = None
             plain.data = plain.data.new_empty((0,) * plain.ndim)
-
-
-def _plain(local: Tensor) -> Tensor:
-    local.__class__ = Tensor
-    return local
 
 
 def _work(shape: Sequence[int]) -> int:

@@ -24,10 +24,10 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vescale_dtensor import DTensor, OperatorError
+from vescale_dtensor import OperatorError
 from vescale_dtensor.engine import convert, drop_gradients, held_gradients, local_only, route_of, set_plain_grad
 
 from .._plan.parts import PlanError
@@ -249,7 +249,8 @@ class Sharded(ShardedStates):
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
         state, twin = self.state, self._twin
         in_order = 0 < len(before) == len(state) and all(map(is_, state, before))
-        if not (in_order and all(map(is_, twin, after)) and _holds_the_same(twin, state)):
+        is_twin = len(twin) == len(state) and all(map(is_, twin.values(), state.values()))
+        if not (in_order and is_twin and all(map(is_, twin, after))):
             if not in_order:  # some have none, or stand in another order
                 other = dict(zip(before, after))
                 after = [other.get(key, key) for key in state]
@@ -285,26 +286,14 @@ class Exchange:
     anew where a group or a bucket has others by now."""
 
     def __init__(self, shown: list[list[Tensor]], parallel: DataParallel, owners: Owners | None) -> None:
-        found = [[(one, parallel.param_of(one)) for one in group] for group in shown]
-        self._shown = [one for group in shown for one in group]
-        self._sizes = list(map(len, shown))
-        self._known = [param for group in found for _, param in group if param is not None]
+        self._shown, self._sizes = [*chain.from_iterable(shown)], list(map(len, shown))
+        self._known = [param for one in self._shown if (param := parallel.param_of(one)) is not None]
         self._optimized = list(map(_optimized_of, self._known))
-        stand_in = (lambda param: param.optimized) if owners is None else owners.plain
-        self.own: list[DTensor] = []
-        self.lent: list[nn.Parameter] = []
-        self.params: list[ShardedParameter] = []
-        self.inside: list[list[Tensor]] = []  # of each group, what its optimizer is to see
-        for group in found:
-            self.inside.append(inside := [])
-            for one, param in group:
-                if param is None or param.optimized is None:
-                    inside.append(one)
-                    continue
-                inside.append(plain := stand_in(param))
-                self.own.append(one)
-                self.lent.append(plain)
-                self.params.append(param)
+        self.params = [param for param in self._known if param.optimized is not None]
+        self.own = [param.parameter for param in self.params]
+        self.lent = list(map(_optimized_of if owners is None else owners.plain, self.params))
+        stand_ins = dict(zip(map(id, self.own), self.lent))
+        self.inside = [[stand_ins.get(id(one), one) for one in group] for group in shown]  # what optimizers are to see
         self.taken_back = [param for param in self.params if owners is not None or param.is_copied]
         self.copied = [(param, plain) for param, plain in zip(self.params, self.lent) if param.is_copied]
         self.waits = any(param.arriving is not None for param in self.params)  # for copies that a step reads
@@ -319,10 +308,6 @@ class Exchange:
 
 
 _optimized_of = attrgetter("optimized")
-
-
-def _holds_the_same(one: dict, other: dict) -> bool:
-    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
 def _local_gradients(exchange: Exchange) -> list[Tensor | None]:

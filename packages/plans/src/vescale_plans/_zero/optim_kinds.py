@@ -26,16 +26,13 @@ _elementwise: dict[Kind, tuple[str, ...]] = dict.fromkeys(
 MATRIX = frozenset(kind for kind in (getattr(torch.optim, "Muon", None),) if kind is not None)
 """Classes whose step looks at one whole matrix at a time. Subclasses are not meant."""
 
-# What a step does not go through. `__init__` and groups are a matter of the constructor, and pickling of whole objects.
+# What a step does not go through, nor through Python's own names but those of attributes.
 _FREE = frozenset(
-    """__init__ __doc__ __module__ __qualname__ __dict__ __weakref__ __annotations__ __orig_bases__ __parameters__
-    __repr__ __str__ __format__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __init_subclass__ __subclasshook__
-    __class_getitem__ __firstlineno__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__
-    __abstractmethods__ __hash__ __eq__ __sizeof__ __dir__ __slotnames__ __new__ __doc__
-    add_param_group zero_grad state_dict load_state_dict register_step_pre_hook register_step_post_hook
+    """add_param_group zero_grad state_dict load_state_dict register_step_pre_hook register_step_post_hook
     register_state_dict_pre_hook register_state_dict_post_hook register_load_state_dict_pre_hook
     register_load_state_dict_post_hook""".split()
 )
+_ATTRIBUTES = {"__getattribute__", "__getattr__", "__setattr__", "__delattr__"}
 
 
 def register_elementwise(kind: Kind | None = None, *, methods: tuple[str, ...] = ()) -> Any:
@@ -75,7 +72,7 @@ def elementwise_methods(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | N
     base = next((one for one in kind.__mro__ if one in _elementwise), None)
     if base is None:
         return None
-    reached = set(dir(base)) - _FREE | {"__getattribute__", "__getattr__", "__setattr__"}
+    reached = {name for name in dir(base) if not name.startswith("__") and name not in _FREE} | _ATTRIBUTES
     if any(_found(kind, name) is not _found(base, name) for name in reached):
         return None
     if any(name in reached and callable(value) for name, value in vars(optimizer).items()):

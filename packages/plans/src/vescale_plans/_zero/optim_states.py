@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
@@ -15,6 +14,7 @@ from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import INVARIANT, attach, layout_of, local_only
 from vescale_trace.values import map_tensors
 
+from .._calls.meanwhile import meanwhile
 from .._plan.parts import PlanError
 from .matrix import Owners
 from .optim_shown import ShownState, ShownStates
@@ -60,15 +60,6 @@ class ShardedStates:
     def _held_states(self, states: Any) -> None:
         self.__dict__["state"] = states
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Within the block `state` is what the optimizer's own code is to see."""
-        before, self._is_inside = self._is_inside, True
-        try:
-            yield
-        finally:
-            self._is_inside = before
-
     def _name_of(self, parameter: Tensor) -> str:
         name = self._parameter_names.get(id(parameter))
         if name is None:
@@ -95,29 +86,19 @@ class ShardedStates:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gives on one device or under any plan: of whole plain tensors, and of DTensors in any
         layout, this rank's part is taken. Cost: nothing for those that lie as here."""
-        with self._inside():
+        with meanwhile(self, _is_inside=True):
             super().load_state_dict(state_dict)
         states = self._held_states
         given = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(given, self._held()):
             param = self._parallel.param_of(parameter)
             if param is not None and not self._on_dtensors and parameter in states:
-                own = states[parameter]
+                own, (plain, layout) = states[parameter], self._plain_of(param)
                 for name, value in state_dict["state"].get(key, {}).items():
-                    if isinstance(value, Tensor) and name in own and name not in _COUNTS:
-                        own[name] = self._own_part(own[name], value, param)
-
-    def _own_part(self, loaded: Tensor, given: Tensor, param: ShardedParameter) -> Tensor:
-        """Returns this rank's part of a loaded state, plain, in the shape in which it steps; if it is not of the
-        parameter's shape, what torch made of it."""
-        plain, layout = self._plain_of(param)
-        if tuple(given.shape) != layout.shape:
-            return loaded
-        part = laid(given.detach(), layout, "load_state_dict")
-        with local_only():
-            kind = plain.dtype if given.is_floating_point() else given.dtype
-            part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
-            return part.view(self._shape_of(param))
+                    is_state = isinstance(value, Tensor) and name in own and name not in _COUNTS
+                    if is_state and tuple(value.shape) == layout.shape:  # of others what torch made of them stays
+                        kind = plain.dtype if value.is_floating_point() else value.dtype
+                        own[name] = self._taken_in(name, value, param).to(kind, copy=True)
 
     def sharded_state_dict(self, *, materialize: bool = False) -> dict[str, Any]:
         """State by parameter name, tensors as DTensors over the real memory: writing a shard changes the optimizer.
@@ -255,15 +236,14 @@ class ShardedStates:
         ]  # fmt: skip
         if not waiting:
             return
-        kept_groups, kept_state, own_step = self.param_groups, self._held_states, self._own_step()
+        own_step = self._own_step()
         for group, parameter, param in waiting:
             blank = nn.Parameter(
                 torch.zeros(self._shape_of(param), dtype=param.optimized.dtype, device=param.optimized.device)
             )
             blank.grad = torch.zeros_like(blank)
-            self.param_groups, self._held_states = [{**group, "params": [blank]}], defaultdict(dict)
-            self._is_inside = True
-            try:
+            groups = [{**group, "params": [blank]}]
+            with meanwhile(self, param_groups=groups, state=defaultdict(dict), _is_inside=True):
                 own_step()
                 made = dict(self.state[blank])
                 numbers = {key: _number(value) for key, value in made.items()}
@@ -273,11 +253,9 @@ class ShardedStates:
                     made = {key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()}
                     own_step()
                     counters = [key for key in counters if _number(self.state[blank].get(key)) == 2]
-            finally:
-                self.param_groups, self._held_states, self._is_inside = kept_groups, kept_state, False
             for key in counters:
                 made[key] = torch.zeros_like(made[key]) if isinstance(made[key], Tensor) else 0
-            kept_state[parameter] = made
+            self._held_states[parameter] = made
 
     def _held(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

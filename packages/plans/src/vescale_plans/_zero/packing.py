@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm, prod
+from math import lcm
 
 # Beyond this a multiple of blocks is coarser than what it saves.
 _MOST_CANDIDATES = 6
@@ -134,8 +134,3 @@ def _place(sized: list[tuple[int, int]], ranks: int, part: int, align: int) -> l
         if at > total:
             return None
     return starts
-
-
-def numel_of_rows(shape: Sequence[int], rows: int) -> int:
-    """Elements in `rows` rows of dim 0."""
-    return rows * prod(shape[1:])

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import lcm, prod
+from math import lcm
 from operator import attrgetter
 from weakref import ref
 
@@ -37,7 +37,7 @@ from vescale_dtensor.engine import GatherInFlight, Held, Lender, flat, local_onl
 
 from .._plan.parts import PlanError
 from .._plan.promise import fulfil
-from .._torch_private import _has_compatible_shallow_copy_type, _storage_Use_Count, version_of
+from .._torch_private import _has_compatible_shallow_copy_type, owners_of, version_of
 from .packing import pack
 from .sharded_parameter import ShardedParameter, Sharing, block_of, holders, largest_shard
 
@@ -88,11 +88,11 @@ class FlatParameters:
         self._refuse_exchange = [ref(one) for one in self._parameters] if self.reshards else []
         made = [fulfil(one.parameter, one.shard_layout if self.separate else one.full_layout) for one in self.params]
         self._move_in([param.take_back(False) if one is None else one for param, one in zip(self.params, made)])
-        self._gathering: GatherInFlight | None = None
+        self.gathering: GatherInFlight | None = None
         self._is_shared = False  # as it was when a gather began
         self._is_left = False  # who first reads a parameter waits
         for param in self.params:
-            param.parameter._owner, param.wait = param, self.wait
+            param.parameter._owner = param
         self._is_unsharded = False  # whether a block computes with them
         self._versions: list[int] = []
 
@@ -104,19 +104,14 @@ class FlatParameters:
         return bool(self.params) and not any(param.numel for param in self.params)
 
     def _param(self, i: int, name: str, parameter: DTensor) -> ShardedParameter:
-        param, layout, lead = ShardedParameter(), parameter.mesh_layout, self.lead
-        param.parameter, param.name, param.start = parameter, name, self.packing.starts[i]
-        param.full_layout = param.shard_layout = layout
-        param.numel, param.shape = prod(layout.local_shape), layout.local_shape
-        param.gradient = param.optimized = param.arriving = param.arrival = None
-        param.is_copied = param.is_away = param.is_lent = False
-        param.is_separate, param.met = self.separate, None
-        param.hooks = OrderedDict() if self.axes else None
+        layout, lead, hooks = parameter.mesh_layout, self.lead, OrderedDict() if self.axes else None
+        part = layout
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
-            param.shard_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
+            part = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
+        start = self.packing.starts[i]
+        param = ShardedParameter(parameter, name, start, layout, part, self.separate, hooks, self.wait)
         param.choose_shown(self.sharing.precision and self.sharing.precision.products)
-        param.reduced_layout, param.gradient_layout = layout.gradient.reduced, param.shard_layout.gradient.reduced
         return param
 
     def _take_dtype(self, dtype: torch.dtype) -> None:
@@ -248,7 +243,7 @@ class FlatParameters:
         """Starts to make `full` what the full-precision shards say; pairs with `wait`."""
         if self.ready and not self.reshards and self._is_written:
             self.ready = False
-        if self.ready or self._gathering is not None:
+        if self.ready or self.gathering is not None:
             return
         if self.reshards:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
@@ -261,7 +256,7 @@ class FlatParameters:
             self.ready = True
             return
         set_cause(GATHER)
-        self._gathering = GatherInFlight(self._sink, part, self.sharing.mesh, (self.lead,))
+        self.gathering = GatherInFlight(self._sink, part, self.sharing.mesh, (self.lead,))
 
     def _note_versions(self) -> None:
         with local_only():
@@ -317,17 +312,12 @@ class FlatParameters:
                     value = torch.where(value == shard.to(self.compute), shard, value.to(self.dtype))
                 shard.copy_(value)
 
-    @property
-    def is_gathered(self) -> bool:
-        """True if `full` is, or is to be, the value of the full-precision shards."""
-        return self.ready or self._gathering is not None
-
     def wait(self) -> None:
         """`full` is there, and the parameters are it."""
-        if self._gathering is None:
+        if self.gathering is None:
             return
-        self._gathering.wait()
-        self._gathering, self.ready = None, True
+        self.gathering.wait()
+        self.gathering, self.ready = None, True
         if self._is_left:
             self._is_left = False
             for param in self.params:
@@ -336,19 +326,19 @@ class FlatParameters:
     def leave_under_way(self) -> None:
         """Leaves the gather of `updated` to be waited for by whoever first asks for a parameter's layout: nothing reads
         one without that. Where somebody else is over their memory, whom nobody would ask, it is waited for now."""
-        if self._gathering is None:
+        if self.gathering is None:
             return
         if self._is_shared:
             self.wait()
             return
-        self._gathering.leave(self)
+        self.gathering.leave(self)
         for param in self.params:
             del param.parameter._layout
         self._is_left = True
 
     def _count_holders(self) -> int:
         """Tensors over the parameters' memory."""
-        return _storage_Use_Count(self.full.untyped_storage()._cdata)
+        return owners_of(self.full)
 
     def reshard(self) -> None:
         """The full-precision shards are the parameters; memory of `full` goes under ZeRO-3."""
@@ -370,7 +360,7 @@ class FlatParameters:
         elif self.shards and self.differentiable and not self.is_elsewhere:
             self._is_shared = not self.is_intact or self._count_holders() != self._holders
             set_cause(GATHER)
-            self._gathering = GatherInFlight(self._sink, self.shard.data, self.sharing.mesh, (self.lead,))
+            self.gathering = GatherInFlight(self._sink, self.shard.data, self.sharing.mesh, (self.lead,))
 
 
 def _shows(of: ref[FlatParameters], place: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -18,7 +18,6 @@ from vescale_dtensor import DTensor, Layout, PlacementError
 from vescale_dtensor.engine import Held, Lender, Mesh, attach, convert, convert_plain, forget, local_only
 
 from .._plan.parts import Precision
-from .packing import numel_of_rows
 
 _set_data = Tensor.data.__set__
 
@@ -71,39 +70,42 @@ class Read(Function):
 _read = super(Function, Read).apply  # `apply` of others is replaced by one that gathers
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ShardedParameter:
     """One parameter's place in a bucket."""
 
-    __slots__ = (
-        "parameter", "name", "start", "numel", "shape", "full_layout", "shard_layout", "reduced_layout",
-        "gradient_layout", "full", "shard", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "end_pass", "shown", "lender", "arrival",
-    )  # fmt: skip
-
     parameter: DTensor
+    name: str
+    start: int
     full_layout: Layout  # while the model computes with it
     shard_layout: Layout  # as the optimizer updates it
-    shown: tuple[Layout, Layout]  # at rest and unsharded; of these, and whether views are watched
-    reduced_layout: Layout  # of the full reduced gradient
-    gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
-    full: Tensor
-    shard: Tensor
-    optimized: nn.Parameter | None  # the full-precision shard as a plain parameter, which elementwise optimizers take
-    gradient: Tensor | None
-    arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
-    is_copied: bool  # whether `optimized` is a copy of the full-precision shard, on the host
     is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
-    met: tuple[Tensor, Layout] | None  # where it lay before it was shown unsharded, for autograd to add to its gradient
-    is_away: bool  # the parameter was pointed at memory of somebody else's
-    is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
     hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
-
-    held: tuple[int, int]  # the range of the local shard, flattened, that the full-precision shard is
-    open_gradients: Callable[[], None]  # the bucket's: autograd adds into its memory from there on
     wait: Callable[[], None]  # the bucket's: what is on its way to its parameters is there
-    end_pass: Callable[[], None]  # the model's: a backward that raised is ended, before anybody looks at gradients
-    lender: Lender  # the bucket's, of its memory of now
-    arrival: RemovableHandle | None  # of the hook by which the bucket hears of gradients
+    numel: int = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    shown: tuple[Layout, ...] = field(init=False)  # at rest and unsharded; of these, and whether views are watched
+    reduced_layout: Layout = field(init=False)  # of the full reduced gradient
+    gradient_layout: Layout = field(init=False)  # of the reduced gradient that an optimizer step consumes
+    full: Tensor = field(init=False)
+    shard: Tensor = field(init=False)
+    optimized: nn.Parameter | None = None  # the shard as a plain parameter, which elementwise optimizers take
+    gradient: Tensor | None = None
+    arriving: Tensor | None = None  # on the host, where the gradients of an offloaded parameter arrive
+    is_copied: bool = False  # whether `optimized` is a copy of the full-precision shard, on the host
+    met: tuple[Tensor, Layout] | None = None  # where it lay before autograd was shown it unsharded, to add to it
+    is_away: bool = False  # the parameter was pointed at memory of somebody else's
+    is_lent: bool = False  # its memory was given to somebody whose writes do not count the parameter's version up
+    held: tuple[int, int] = field(init=False)  # the range of the local shard, flattened, that `shard` is
+    open_gradients: Callable[[], None] = field(init=False)  # the bucket's: autograd adds into its memory from there on
+    end_pass: Callable[[], None] = field(init=False)  # the model's: ends a backward that raised, before a look
+    lender: Lender = field(init=False)  # the bucket's, of its memory of now
+    arrival: RemovableHandle | None = None  # of the hook by which the bucket hears of gradients
+
+    def __post_init__(self) -> None:
+        full = self.full_layout
+        self.numel, self.shape = prod(full.local_shape), full.local_shape
+        self.reduced_layout, self.gradient_layout = full.gradient.reduced, self.shard_layout.gradient.reduced
 
     def read(self, tensor: DTensor) -> Tensor:
         """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
@@ -286,4 +288,4 @@ def largest_shard(layout: Layout) -> int:
 
 def block_of(layout: Layout, rows: int) -> int:
     """Elements of `rows` rows of the local shard."""
-    return numel_of_rows(layout.local_shape, rows) if layout.ndim else 1
+    return rows * prod(layout.local_shape[1:]) if layout.ndim else 1

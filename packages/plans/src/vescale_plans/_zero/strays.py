@@ -39,11 +39,6 @@ class Call:
         self.unit, self.entry, self.ended, self.outputs = unit, entry, ended, frozenset(outputs)
         self.began = ended if entry.began is None else entry.began
 
-    @property
-    def kind(self) -> tuple[str, int]:
-        """Calls of one kind make graphs alike."""
-        return self.unit.name, self.ended - self.began
-
 
 class Strays:
     """The calls of a model's blocks, and the backwards that enter them past their outputs.
@@ -88,7 +83,8 @@ class Strays:
                 continue
             seen.add(node)
             if around:
-                kind = min(around, key=lambda call: call.began).kind
+                outer = min(around, key=lambda call: call.began)
+                kind = outer.unit.name, outer.ended - outer.began  # calls of one kind make graphs alike
                 if kind in self._walked:
                     continue
                 walked.add(kind)

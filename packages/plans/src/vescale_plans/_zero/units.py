@@ -6,6 +6,7 @@ lies in no block, is the last. When they are gathered and reduced is `zero.py`'s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 
@@ -90,7 +91,7 @@ class FSDPUnit:
         self.is_open = not self.unsharded
 
     def reshard(self) -> None:
-        if self.is_open or any(bucket.is_gathered for bucket in self.unsharded):
+        if self.is_open or any(bucket.ready or bucket.gathering is not None for bucket in self.unsharded):
             for bucket in self.unsharded:
                 bucket.reshard()
         self.is_open = not self.unsharded
@@ -103,11 +104,6 @@ class FSDPUnit:
     @property
     def is_intact(self) -> bool:
         return all(bucket.is_intact for bucket in self.buckets)
-
-    @property
-    def is_begun(self) -> bool:
-        """True if some of its gradients are there, summed or not."""
-        return any(bucket.filled or bucket.started for bucket in self.reduced)
 
     def complete(self, one_by_one: bool) -> list[Bucket]:
         """The buckets all of whose gradients are there; none before all are, where one may get more, or where they are
@@ -178,12 +174,10 @@ def _head_apart(
 
 def _without_few(named: list[tuple[str, DTensor]], key: Key) -> tuple[list, list]:
     """A block's parameters, and those few that are partial over other axes than most of it."""
-    if not named:
-        return [], []
-    sizes: dict[tuple, int] = {}
+    sizes: Counter[tuple] = Counter()
     for one in named:
-        sizes[key(*one)] = sizes.get(key(*one), 0) + one[1].numel()
-    most = max(sizes, key=lambda each: sizes[each])
+        sizes[key(*one)] += one[1].numel()
+    most = max(sizes, key=sizes.__getitem__, default=None)
     few = {each for each, size in sizes.items() if each != most and size < _FEW * sizes[most]}
     return [one for one in named if key(*one) not in few], [one for one in named if key(*one) in few]
 

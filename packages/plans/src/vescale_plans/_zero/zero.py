@@ -41,6 +41,7 @@ from vescale_dtensor.engine import (
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.chain import add_step
+from .._calls.meanwhile import meanwhile
 from .._plan.parts import PlanError, Precision
 from .._plan.validate import CONTAINERS
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, _get_sequence_nr, queue_callback
@@ -94,33 +95,25 @@ class DataParallel:
             for module in unit.modules:
                 self._install(unit, module)
         for module, precision, returns in self._casting(model, own or {}):
-            before = partial(_cast_inputs, precision.compute) if precision.cast_inputs else None
-            after = partial(_cast_output, precision.output) if returns and precision.output is not None else None
+            compute, output = precision.compute, precision.output if returns else None
+            before = (lambda _, args, kwargs, to=compute: _cast(to, (args, kwargs))) if precision.cast_inputs else None
+            after = (lambda _, args, kwargs, given, to=output: _cast(to, given)) if output is not None else None
             if before is not None or after is not None:
                 add_step(module, "precision", before, after)
         add_step(model, "memory", before=self._begin)
 
     # --- what the optimizer and the user call -------------------------------------------
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Gradients stay partial; the next backward outside reduces their sum."""
-        saved, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = saved
+        return meanwhile(self, enabled=False)
 
     @contextlib.contextmanager
     def in_parts(self) -> Iterator[None]:
         """A call that is run in parts, forward and backward (a pipeline's): its gradients stay partial, and what its
         parts gather stays gathered until the backward that releases them; without gradients, until the end."""
-        self.holds = True
-        try:
-            with self.paused():
-                yield
-        finally:
-            self.holds = False
+        with meanwhile(self, holds=True, enabled=False):
+            yield
         if not torch.is_grad_enabled():
             self.rest()
 
@@ -204,11 +197,8 @@ class DataParallel:
                 if bucket.has_partial():
                     bucket.open_gradients()
                     self._touched = True
-        saved, self.enabled = self.enabled, True
-        try:
+        with meanwhile(self, enabled=True):
             self.finish()
-        finally:
-            self.enabled = saved
         self.rest()  # of what is open for a graph that a backward has made, too
         for unit in self.units:
             for bucket in unit.buckets:
@@ -327,7 +317,7 @@ class DataParallel:
                         entry.inputs += 1
                         # Of a leaf's gradient and those of the parameters either may come first.
                         late = value.is_leaf
-                        value.register_hook(lambda _: _at_the_end(passed) if late else passed())
+                        value.register_hook(lambda _: queue_callback(passed) if late else passed())
                 return tensor
 
             map_tensors(inputs, watch)
@@ -425,7 +415,8 @@ class DataParallel:
         unit.passes.discard(entry)
         if unit.passes:
             return
-        if self.enabled and (unit.uneven or unit.is_begun) and not unit.to_recompute:
+        begun = unit.uneven or any(bucket.filled or bucket.started for bucket in unit.reduced)
+        if self.enabled and begun and not unit.to_recompute:
             self._reductions.start(unit.reduced)
         if not self._keeps_open:
             unit.reshard()
@@ -466,7 +457,7 @@ class DataParallel:
                 after_backward(self.finish)
         elif not self._touched:
             # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
-            _at_the_end(self.finish)
+            queue_callback(self.finish)
         if not self._touched:
             self._task = _current_graph_task_id()
             self._reductions.begin()
@@ -503,21 +494,8 @@ def _cast(dtype: torch.dtype, values: Any) -> Any:
     return map_tensors(values, lambda one: one.to(dtype) if one.dtype.is_floating_point and one.dtype != dtype else one)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return _cast(dtype, (args, kwargs))
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-    return _cast(dtype, output)
-
-
 def _is_checkpointed(inputs: Any) -> bool:
     """True if a call that makes no graph, in a forward that does, is a reentrant checkpoint's first pass: it is given
     what the graph goes on from."""
     with local_only():
         return any(value_of(tensor).requires_grad for tensor in tensors_in(inputs))
-
-
-def _at_the_end(call: Callable[[], None]) -> None:
-    """Calls it when the backward that runs is done; of nested ones, the innermost."""
-    queue_callback(call)
