@@ -200,9 +200,9 @@ def test_a_deal_fits_and_computes_no_more_again_than_it_must():
         microbatches, size = ranks * random.randint(1, 4), ranks * virtual + random.randint(0, 9)
         parts = [Part(2.0, 3, 5, (0.5, 4)) for _ in range(size)]
         parts[-1] = replace(parts[-1], time=2.0 + 2 * random.random(), static=9)
-        free = Interleaved(parts, ranks, virtual, microbatches, inf).best()
+        free = Interleaved(parts, ranks, microbatches, inf, virtual=virtual).best()
         limit = random.uniform(0.2, 1.05) * free.memory
-        found = Interleaved(parts, ranks, virtual, microbatches, limit, True).best()
+        found = Interleaved(parts, ranks, microbatches, limit, True, virtual).best()
         if found is None:
             continue
         fitting, tight = fitting + 1, tight + bool(found.again)
@@ -230,7 +230,7 @@ def test_of_two_deals_the_faster_one_is_taken_with_what_it_computes_again(size, 
     """Dealt out by time, what lies at the end shares a stage with fewer parts; computed again, that may be the slower
     deal, and yet there is one."""
     parts = [Part(2.0, 1, 1, (0.7, 1)) for _ in range(size - 1)] + [Part(2.0 + heavy, 1, 1, (0.7 + heavy / 3, 1))]
-    dealt = Interleaved(parts, 2, 2, 4, inf, "all")
+    dealt = Interleaved(parts, 2, 4, inf, "all", 2)
     ways = [one for starts in (dealt._by_time(), dealt._by_number()) if (one := dealt.made(starts)) is not None]
     assert dealt.best().seconds(4) == min(one.seconds(4) for one in ways)
 

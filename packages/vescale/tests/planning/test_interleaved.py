@@ -56,7 +56,7 @@ def test_a_step_takes_what_a_simulation_of_it_takes(ranks, virtual, microbatches
         parts = [Part(3.0, 1, 1, (1.0, 1)) for _ in range(number)]
         if trial > 2:
             parts[-1] = Part(3.0 + 3 * random.random(), 1, 1)
-        found = Interleaved(parts, ranks, virtual, microbatches, 1e9).best()
+        found = Interleaved(parts, ranks, microbatches, 1e9, virtual=virtual).best()
         borders = [*found.starts, number]
         thirds = [sum(part.time for part in parts[start:stop]) / 3 for start, stop in pairwise(borders)]
         taken = simulate(schedule, Costs(thirds, thirds, thirds, 0.0)).makespan

@@ -68,9 +68,13 @@ class Candidate:
         """Ranks over which ZeRO shards."""
         return self.ep if self.ep > 1 else self.dp if self.dp > 1 else self.cp
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis -> ranks, outermost first."""
+        return {"pp": self.pp, "dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
-        axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        axes = [f"{name}={size}" for name, size in (self.mesh | {"dp": self.dp}).items() if size > 1]
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
         parts = "microbatches" if self.pp > 1 else "accumulation"
         more += [f"{parts}={self.microbatches}"] * (self.microbatches > 1)
@@ -101,11 +105,9 @@ def candidates(
         check_names("forbid", (one,) if isinstance(one, str) else one)
     for candidate in _all(structure, world_size, batch, seq, pin, bool(banned)):
         values = _values(candidate) if pin or banned else {}
-        if any(values[name] != value for name, value in pin.items()):
-            continue
-        if any(_is_banned(values, one, rule) for one, rule in zip(forbid, banned)):
-            continue
-        yield candidate
+        is_pinned = all(values[name] == value for name, value in pin.items())
+        if is_pinned and not any(_is_banned(values, one, rule) for one, rule in zip(forbid, banned)):
+            yield candidate
 
 
 def ways(

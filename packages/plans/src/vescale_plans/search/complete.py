@@ -13,7 +13,7 @@ from vescale_dtensor.engine import cut_ranges, unstopped
 
 from .._apply.generators import generators_kept
 from .._plan.fields import PlanFields
-from .._plan.match import first_match
+from .._plan.match import decided, first_match
 from .._plan.parts import Boundary
 from .probing.find_structure import structure_of
 from .probing.sample import sample_of
@@ -46,13 +46,8 @@ def completed(plan: _Plan, model: nn.Module, sample: Any) -> _Plan:
 
 def _split(plan: PlanFields, structure: Structure, axis: str) -> dict[str, Cut]:
     """Parameter -> how the plan cuts it along the axis."""
-    split = {}
-    for name in structure.shapes:
-        glob = first_match(plan.parameters, name)
-        placement = plan.parameters[glob].get(axis) if glob is not None else None
-        if isinstance(placement, Shard | InterleavedShard):
-            split[name] = placement
-    return split
+    placed = {name: decided(plan.parameters, name, {}).get(axis) for name in structure.shapes}
+    return {name: one for name, one in placed.items() if isinstance(one, Shard | InterleavedShard)}
 
 
 def _made_full(structure: Structure, split: Mapping[str, Cut], ranks: int) -> list[str]:
@@ -90,8 +85,7 @@ def _astray(group: Group, split: Mapping[str, Cut], ranks: int) -> Iterator[str]
 def _beside(plan: PlanFields, name: str, output: Mapping[str, Placement]) -> Boundary | None:
     """Returns the plan's boundary for the module, with `output` for the axes of which it says nothing; None adds
     nothing."""
-    glob = first_match(plan.boundaries, name)
-    said = plan.boundaries[glob] if glob is not None else Boundary()
+    said = decided(plan.boundaries, name, Boundary())
     if all(axis in said.output for axis in output):
         return None
     return Boundary(said.input, {**output, **said.output}, said.arguments)

@@ -122,11 +122,7 @@ def headroom(request: Request, size: float) -> str:
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
     """Yields each axis's place: its ranks' distance, and whether a group of it has ranks in two nodes."""
     hardware, stride = request.hardware.joining(candidate.ranks), 1
-    sizes = {
-        "tp": candidate.tp, "cp": candidate.cp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep,
-        "pp": candidate.pp,
-    }  # fmt: skip
-    for name, size in sizes.items():
+    for name, size in reversed(candidate.mesh.items()):
         if size > 1:
             far = hardware.crosses(stride, size)
             link = hardware.across if far else hardware.inside

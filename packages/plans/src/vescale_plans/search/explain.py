@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from .._plan.table import amount
 from .decision import Against, against
 from .explain_html import page
 from .pricing.hardware import GIB
+from .pricing.sizes import inside_of
 from .structure import Group as Split
 from .weighed import Weighed
 
@@ -48,18 +51,15 @@ class Explanation(Weighed):
     def blocks(self) -> tuple[BlockReason, ...]:
         """Per run of blocks that are treated alike, why."""
         structure, again = self.request.structure, set(self.chosen.again)
-        starts, stage = set(self.chosen.cuts), 0
-        made: list[BlockReason] = []
-        groups = _groups_by_block(structure.block_names, structure.groups)
-        for name in structure.block_names:
-            stage += name in starts
-            reasons = tuple(dict.fromkeys(self._reason(group) for group in groups.get(name, ())))
-            last = made[-1] if made else None
-            if last is not None and (last.stage, last.again, last.reasons) == (stage, name in again, reasons):
-                made[-1] = BlockReason((*last.names, name), stage, last.again, reasons)
-            else:
-                made.append(BlockReason((name,), stage, name in again, reasons))
-        return tuple(made)
+        names, inside = structure.block_names, inside_of(structure)
+        starts = [names.index(cut) for cut in self.chosen.cuts]
+
+        def treated(at: int) -> tuple[int, bool, tuple[str, ...]]:
+            groups = (group for group in structure.groups if inside.get(group.sink) == at)
+            return bisect_right(starts, at), names[at] in again, tuple(dict.fromkeys(map(self._reason, groups)))
+
+        runs = groupby(range(len(names)), treated)
+        return tuple(BlockReason(tuple(names[at] for at in run), *alike) for alike, run in runs)
 
     def _reason(self, group: Split) -> str:
         tp = self.chosen.candidate.tp
@@ -70,7 +70,8 @@ class Explanation(Weighed):
             return f"{kind}: whole, there is no tensor axis"
         if placed := group.split(tp):
             whole = [one.parameter for one in group.sources if one.parameter not in placed and not one.companion]
-            kept = f"; {', '.join(map(_leaf, whole))} whole: fewer atoms than {tp}" if whole else ""
+            leaves = ", ".join(".".join(name.split(".")[-2:]) for name in whole)
+            kept = f"; {leaves} whole: fewer atoms than {tp}" if whole else ""
             return f"{kind}: {group.features} features in {group.atoms} atoms, {tp} ways{kept}"
         if group.gathered(tp):
             return f"{kind}: weights {tp} ways, what they give is gathered: {group.atoms} atoms do not divide by {tp}"
@@ -117,9 +118,7 @@ class Explanation(Weighed):
             table.add_column(name)
         times = [(name, f"{value:.4g}") for name, value in asdict(self.chosen.cost).items() if value]
         sizes = [(name, _gib(value, 3)) for name, value in asdict(self.chosen.memory).items() if value]
-        for at in range(max(len(times), len(sizes))):
-            left = times[at] if at < len(times) else ("", "")
-            right = sizes[at] if at < len(sizes) else ("", "")
+        for left, right in zip_longest(times, sizes, fillvalue=("", "")):
             table.add_row(*left, *right)
         yield table
         if self.blocks:
@@ -141,23 +140,8 @@ class Explanation(Weighed):
         return written
 
 
-def _groups_by_block(names: Sequence[str], groups: Sequence[Split]) -> dict[str, list[Split]]:
-    known, found = set(names), {}
-    for group in groups:
-        pieces = group.sink.split(".")
-        for size in range(1, len(pieces)):
-            if (name := ".".join(pieces[:size])) in known:
-                found.setdefault(name, []).append(group)
-                break
-    return found
-
-
 def _range(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
-
-
-def _leaf(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def _gib(size: float, digits: int) -> str:

@@ -24,7 +24,8 @@ FITS, BEYOND, FRONT, CHOSEN = "#5a9e6f", "#d9d9d9", "#8d76b0", "#c2185b"
 NEAR = 2.0
 """A limit that is more times as far as the longest bar is named beside the bars: drawn to its scale they vanish."""
 WIDE, ROW, LEFT = 960, 26, 390
-SHOWN = {"stages": 8, "replicas": 4, "ranks": 8}
+GRID, LIMIT = 'stroke="#eee"', 'stroke="#000" stroke-dasharray="4 3"'
+SHOWN = {"stages": 8, "replicas": 4, "tp": 8}
 
 
 def page(weighed: Weighed, tables: str) -> str:
@@ -100,7 +101,7 @@ def bars(
     said = unit
     if limit and near:
         at = LEFT + limit * scale
-        made.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{high}" stroke="#000" stroke-dasharray="4 3"/>')
+        made.append(_line(at, 0, at, high, LIMIT))
         said += f"; the dashed line is the limit, {limit:.4g}"
     elif limit:
         said += f"; the limit is {limit:.4g}, {limit / longest:.3g} times the longest bar, and not drawn"
@@ -126,31 +127,25 @@ def front(weighed: Weighed) -> str:
     ys = [log10(one.bytes / GIB) for one in points] + [log10(max(1e-12, chosen.memory.total / GIB))]
     across, up = _scale(xs, 70, WIDE - 30), _scale(ys, high - 40, 20)
     made = []
-    for axis, values, scale in (("x", xs, across), ("y", ys, up)):
-        for tick in _ticks(values):
-            at = scale(log10(tick))
-            if axis == "x":
-                made.append(_text(at, high - 18, f"{tick:g} s", anchor="middle"))
-                made.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{high - 34}" stroke="#eee"/>')
-            else:
-                made.append(_text(62, at + 4, f"{tick:g} GiB", anchor="end"))
-                made.append(f'<line x1="70" x2="{WIDE - 30}" y1="{at:.1f}" y2="{at:.1f}" stroke="#eee"/>')
+    for tick in _ticks(xs):
+        at = across(log10(tick))
+        made += [_text(at, high - 18, f"{tick:g} s", anchor="middle"), _line(at, 20, at, high - 34, GRID)]
+    for tick in _ticks(ys):
+        at = up(log10(tick))
+        made += [_text(62, at + 4, f"{tick:g} GiB", anchor="end"), _line(70, at, WIDE - 30, at, GRID)]
     places = {(round(across(log10(one.seconds))), round(up(log10(one.bytes / GIB))), one.fits): one for one in points}
     for one in places.values():
         tip = f"{one.candidate}: {one.seconds:.4g} s, {one.bytes / GIB:.3g} GiB"
-        colour = FITS if one.fits else BEYOND
-        made.append(_dot(across(log10(one.seconds)), up(log10(one.bytes / GIB)), 3, colour, tip))
+        drawn = f'r="3" fill="{FITS if one.fits else BEYOND}"'
+        made.append(_circle(across(log10(one.seconds)), up(log10(one.bytes / GIB)), drawn, tip))
     line = " ".join(f"{across(log10(p.seconds)):.1f},{up(log10(p.bytes / GIB)):.1f}" for p in weighed.front)
     made.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
     limit = log10(weighed.request.limit / GIB) if weighed.request.limit > 0 else None
     if limit is not None and min(ys) <= limit <= max(ys):
-        made.append(
-            f'<line x1="70" x2="{WIDE - 30}" y1="{up(limit):.1f}" y2="{up(limit):.1f}" stroke="#000" '
-            'stroke-dasharray="4 3"/>'
-        )
+        made.append(_line(70, up(limit), WIDE - 30, up(limit), LIMIT))
         made.append(_text(WIDE - 32, up(limit) - 5, "limit", anchor="end"))
-    ring = f'cx="{across(xs[-1]):.1f}" cy="{up(ys[-1]):.1f}" r="7"'
-    made.append(f'<circle {ring} fill="none" stroke="{CHOSEN}" stroke-width="2.5"><title>chosen</title></circle>')
+    ring = f'r="7" fill="none" stroke="{CHOSEN}" stroke-width="2.5"'
+    made.append(_circle(across(xs[-1]), up(ys[-1]), ring, "chosen"))
     made.append(_text(WIDE - 30, high - 2, "seconds of a step, logarithmic", anchor="end"))
     made.append(_text(4, 12, "GiB of the fullest rank, logarithmic"))
     return _svg(high, made) + _legend({"fits": FITS, "does not fit": BEYOND, "front": FRONT, "chosen": CHOSEN})
@@ -162,9 +157,8 @@ def mesh(weighed: Weighed) -> str:
     names = weighed.request.structure.block_names
     starts = [names.index(cut) for cut in weighed.chosen.cuts]
     bounds = [0, *starts, len(names)]
-    stages, replicas, ranks = (
-        min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.replicas, "replicas"), (one.tp, "ranks"))
-    )
+    every = {"stages": one.pp, "replicas": one.replicas, "tp": one.tp}
+    stages, replicas, ranks = (min(number, SHOWN[name]) for name, number in every.items())
     wide, high = min(220.0, (WIDE - 40) / stages), 34.0
     made = []
     for stage in range(stages):
@@ -187,13 +181,7 @@ def mesh(weighed: Weighed) -> str:
                 tip = f"rank {number}: pp {stage}, dp {row}{context}, tp {rank}"
                 colour = RANKS[(replica % one.ep if one.ep > 1 else replica) % 4]
                 made.append(_box(left + 4 + rank * cell, top + 5, cell - 3, high - 10, colour, tip))
-    more = [
-        f"{name}: {number} in all, {shown} drawn"
-        for name, number, shown in zip(
-            ("stages", "replicas", "tp"), (one.pp, one.replicas, one.tp), (stages, replicas, ranks), strict=True
-        )
-        if shown < number
-    ]
+    more = [f"{name}: {all_} in all, {SHOWN[name]} drawn" for name, all_ in every.items() if SHOWN[name] < all_]
     context = f" x cp {one.cp}" * (one.cp > 1)
     sizes = f"pp {one.pp} x dp {one.dp}{context} x tp {one.tp} = {one.ranks} ranks"
     if one.ep > 1:
@@ -226,8 +214,12 @@ def _box(x: float, y: float, wide: float, high: float, colour: str, tip: str) ->
     return f'<rect {size} fill="{colour}"><title>{escape(tip)}</title></rect>'
 
 
-def _dot(x: float, y: float, radius: float, colour: str, tip: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"><title>{escape(tip)}</title></circle>'
+def _circle(x: float, y: float, drawn: str, tip: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" {drawn}><title>{escape(tip)}</title></circle>'
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, drawn: str) -> str:
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {drawn}/>'
 
 
 def _svg(high: float, parts: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from vescale_dtensor.engine import unstopped
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._apply.generators import generators_kept
-from .._plan.match import first_match
+from .._plan.match import decided, first_match
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import PINNABLE, Candidate
 from .explain import Explanation
@@ -251,9 +251,7 @@ def plan_of(
         again = structure.block_names if candidate.checkpointing else ()
     else:
         cuts, again = chosen.cuts, chosen.again
-    dp = candidate.dp // candidate.ep
-    sizes = {"pp": candidate.pp, "dp": dp, "ep": candidate.ep, "cp": candidate.cp, "tp": candidate.tp}
-    mesh = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+    mesh = {name: size for name, size in candidate.mesh.items() if size > 1} or {"dp": 1}
     parameters: Mapping[str, Placements] = {"*": {}}
     boundaries: Mapping[str, Any] = {}
     if candidate.tp > 1:
@@ -308,14 +306,10 @@ def _kept_full(structure: Structure, parameters: Mapping[str, Placements], axis:
     experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
     stacked = {name for one in structure.experts for name in one.parameters}
     said = {
-        name: {**_said(parameters, name), axis: Replicate()} if name in stacked else None for name in structure.shapes
+        name: {**decided(parameters, name, {}), axis: Replicate()} if name in stacked else None
+        for name in structure.shapes
     }
     return patterns(said, rest=None, last=False)
-
-
-def _said(parameters: Mapping[str, Placements], name: str) -> Placements:
-    glob = first_match(parameters, name)
-    return {} if glob is None else parameters[glob]
 
 
 def _deciding(structure: Structure, parameters: Mapping[str, Placements]) -> dict[str, Placements]:
@@ -329,14 +323,11 @@ def _owners(structure: Structure, cuts: Sequence[str]) -> dict[str, int]:
     owners = {}
     for blocks in structure.blocks:
         starts = [blocks.names.index(cut) for cut in cuts if cut in blocks.names]
-        before = sum(cut not in blocks.names and _precedes(structure, cut, blocks.names[0]) for cut in cuts)
+        first = structure.modules.index(blocks.names[0])
+        before = sum(cut not in blocks.names and structure.modules.index(cut) < first for cut in cuts)
         for name, place in blocks.called if starts else ():
             owners[name] = before + bisect_right(starts, place)
     return owners
-
-
-def _precedes(structure: Structure, one: str, other: str) -> bool:
-    return structure.modules.index(one) < structure.modules.index(other)
 
 
 def _evenly(structure: Structure, stages: int) -> tuple[str, ...]:

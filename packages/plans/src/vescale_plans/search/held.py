@@ -41,9 +41,7 @@ class Amount(NamedTuple):
     def plus(self, other: Amount, times: float = 1.0) -> Amount:
         return Amount(*(one + times * more for one, more in zip(self, other)))
 
-    def at(
-        self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1, repeats: bool = True
-    ) -> float:
+    def at(self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1, repeats: bool = True) -> float:
         """Bytes of one rank with so many positions, of rows of `seq` that are cut over `cp` ranks; under `sp` what is
         whole is split by position. `repeats`: kernels are a CPU's, which want a key for each head."""
         whole, split = self.whole + seq * self.whole_meet, self.split + seq * self.split_meet
@@ -96,7 +94,4 @@ class Holding:
 
 
 def summed(amounts: Iterable[Amount]) -> Amount:
-    total = Amount()
-    for one in amounts:
-        total = total.plus(one)
-    return total
+    return Amount(*map(sum, zip(Amount(), *amounts)))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from .pricing.sizes import Sizes, parts_of, sizes_of
 from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
 
+T = TypeVar("T")
 ROUNDING = 1e-9
 """Slack of a bound, so that sums in another order do not lie above what they bound."""
 
@@ -89,18 +90,18 @@ class Pricer:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._joined: dict[int, Hardware] = {}
-        self._sizes: dict[int, Sizes] = {}
-        self._parts: dict[tuple[int, bool], tuple[list[Sizes], list[int], Counter[int]]] = {}
-        self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
-        self._kept: dict[tuple, list[tuple[int, int, Mapping[str, int]]]] = {}
-        self._statics: dict[tuple, list[tuple[int, int]]] = {}
-        self._bounds: dict[tuple, float] = {}
+        self._known: dict[tuple, Any] = {}
         tables = {one.parameter for one in request.structure.lookups}
         self._shared = any(one.parameter in tables for one in request.structure.heads) or bool(request.structure.tied)
         points = set(request.structure.cut_points)
         self._names = request.structure.block_names or ("",)  # of the block in each part
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
+
+    def _once(self, key: tuple, make: Callable[[], T]) -> T:
+        """What `make` gave when it was first asked for by this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
         """Estimates in closed form, with blocks dealt out evenly; all of them computed again if the candidate may."""
@@ -115,9 +116,8 @@ class Pricer:
     def _shape(self, candidate: Candidate, batch: int | None = None) -> tuple[Candidate, Hardware, int, int]:
         """Returns what a price depends on besides sizes: devices as the candidate joins them, rows and positions."""
         asked, ranks = self.request, candidate.ranks
-        if ranks not in self._joined:
-            self._joined[ranks] = asked.hardware.joining(ranks)
-        return candidate, self._joined[ranks], batch or asked.batch, asked.seq
+        joined = self._once(("joined", ranks), lambda: asked.hardware.joining(ranks))
+        return candidate, joined, batch or asked.batch, asked.seq
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
         """Memory of the fullest rank with blocks dealt out evenly, all computed again that may be; None if that is no
@@ -129,9 +129,8 @@ class Pricer:
         """Returns the cutter of the model's parts under a candidate; `whole` computes every block again, if any."""
         again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
         parts, one = self._priced(candidate, batch), candidate
-        if one.virtual > 1:
-            return Interleaved(parts, one.pp, one.virtual, one.microbatches, limit, again)
-        return Cutter(parts, one.pp, one.microbatches, limit, again)
+        kind = Interleaved if one.virtual > 1 else Cutter
+        return kind(parts, one.pp, one.microbatches, limit, again, one.virtual)
 
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
         """Prices the best cut with the fewest blocks computed again, all of them or the modules that are the fastest;
@@ -168,20 +167,17 @@ class Pricer:
     def bound(self, candidate: Candidate, *, whole: bool) -> float:
         """Seconds that no cut of the candidate is below, but for rounding."""
         if candidate.checkpointing and not whole:  # it may compute nothing again
-            key = _but_again(candidate)
-            if key not in self._bounds:
-                self._bounds[key] = self.bound(Candidate(*key), whole=False)
-            return self._bounds[key]
+            candidate = replace(candidate, checkpointing=False, inside=())
+        return self._once(("bound", candidate), lambda: self._bound(candidate))
+
+    def _bound(self, candidate: Candidate) -> float:
         rough, parts, anew = self._rough(candidate), self._pass(candidate)[1], self._anew(candidate)[1]
-        each = [part.busy + (more.once if whole else 0.0) for part, more in zip(parts, anew)]
+        each = [part.both + more.busy for part, more in zip(parts, anew)]
         counts = self._kinds(candidate)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
-        longest = max(part.busy for part in parts)
+        longest = max(part.both for part in parts)
         bound = bound_of(total, longest, candidate.pp, candidate.microbatches, candidate.virtual)
-        bound = (bound + _apart(rough, candidate)) * (1 - ROUNDING)
-        if not candidate.checkpointing:
-            self._bounds[_but_again(candidate)] = bound
-        return bound
+        return (bound + _apart(rough, candidate)) * (1 - ROUNDING)
 
     def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
         """Passes of the whole model, and of each kind of part."""
@@ -197,10 +193,9 @@ class Pricer:
         """What `price` gives, which depends on `by` too."""
         shape = self._shape(candidate, batch)
         key = (price, *by, *self._axes(candidate), positions_of(candidate, *shape[2:]))
-        if key not in self._passes:
-            kinds = [price(one, *shape) for one in self._kinds(candidate)[0]]
-            self._passes[key] = (price(self._sizes_at(candidate.tp), *shape), kinds)
-        return self._passes[key]
+        every = (self._sizes_at(candidate.tp), *self._kinds(candidate)[0])
+        whole, *kinds = self._once(key, lambda: [price(one, *shape) for one in every])
+        return whole, kinds
 
     def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int, Mapping[str, int]]]:
         """Per kind of part: bytes that it keeps for backward with nothing computed again, without a pipeline the loss
@@ -208,16 +203,15 @@ class Pricer:
         ends, by the fields of `Part`."""
         again, staged = (candidate.checkpointing, candidate.inside), candidate.pp > 1
         _, *shape = self._shape(candidate, batch)
-        key = (*self._axes(candidate), *again, staged, positions_of(candidate, *shape[1:]))
-        if key not in self._kept:
-            found = []
+        key = ("keeps", *self._axes(candidate), *again, staged, positions_of(candidate, *shape[1:]))
+
+        def keeps(one: Sizes) -> tuple[int, int, Mapping[str, int]]:
             plain = replace(candidate, checkpointing=False, inside=())
-            for one in self._kinds(candidate)[0]:
-                held = [Held(one, way, *shape, part=True) for way in (plain, candidate)]
-                kept, left = (int(each.kept() + (0 if staged else each.loss())) for each in held)
-                found.append((kept, kept - left, held[1].at_ends() if staged else {}))
-            self._kept[key] = found
-        return self._kept[key]
+            held = [Held(one, way, *shape, part=True) for way in (plain, candidate)]
+            kept, left = (int(each.kept() + (0 if staged else each.loss())) for each in held)
+            return kept, kept - left, held[1].at_ends() if staged else {}
+
+        return self._once(key, lambda: [keeps(one) for one in self._kinds(candidate)[0]])
 
     def _axes(self, candidate: Candidate) -> tuple:
         """Returns the key that, with positions, decides on the passes of parts."""
@@ -231,20 +225,20 @@ class Pricer:
     def _kinds(self, candidate: Candidate) -> tuple[list[Sizes], list[int], Counter[int]]:
         """The parts that differ, which of them each part is, and how many are alike."""
         key = (candidate.tp, self._staged(candidate))
-        if key not in self._parts:
+
+        def parts() -> tuple[list[Sizes], list[int], Counter[int]]:
             kinds: list[Sizes] = []
             of = []
             for one in parts_of(self.request.structure, *key):
                 if one not in kinds:
                     kinds.append(one)
                 of.append(kinds.index(one))
-            self._parts[key] = (kinds, of, Counter(of))
-        return self._parts[key]
+            return kinds, of, Counter(of)
+
+        return self._once(("kinds", *key), parts)
 
     def _sizes_at(self, tp: int) -> Sizes:
-        if tp not in self._sizes:
-            self._sizes[tp] = sizes_of(self.request.structure, tp)
-        return self._sizes[tp]
+        return self._once(("sizes", tp), lambda: sizes_of(self.request.structure, tp))
 
     def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
         priced, of = self._each_kind(candidate, batch), self._kinds(candidate)[1]
@@ -257,8 +251,8 @@ class Pricer:
         priced = []
         statics, keeps = self._static(candidate), self._keeps(candidate, rows)
         for time, more, (static, fresh), (kept, less, ends) in zip(times, anew, statics, keeps):
-            again = (float(f"{more.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
-            priced.append(Part(time.busy, static, kept, again, fresh=fresh, **ends))
+            again = (float(f"{more.busy:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
+            priced.append(Part(time.both, static, kept, again, fresh=fresh, **ends))
         return priced
 
     def _static(self, candidate: Candidate) -> list[tuple[int, int]]:
@@ -266,10 +260,9 @@ class Pricer:
         pipeline adds."""
         one = candidate
         degrees = (one.pp, one.dp, one.tp, one.ep, one.cp, one.zero, one.offload, one.microbatches > 1)
-        if (key := (*degrees, self._staged(one))) not in self._statics:
-            held = [Held(kind, *self._shape(one), part=True) for kind in self._kinds(one)[0]]
-            self._statics[key] = [(each.static(), each.fresh()) for each in held]
-        return self._statics[key]
+        held = (Held(kind, *self._shape(one), part=True) for kind in self._kinds(one)[0])
+        key = ("static", *degrees, self._staged(one))
+        return self._once(key, lambda: [(each.static(), each.fresh()) for each in held])
 
     def _working(self, candidate: Candidate, batch: int | None = None) -> int:
         """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
@@ -306,12 +299,6 @@ class Pricer:
         if candidate.pp == 1 and len(found.again) in (0, len(held)):
             return self.evenly(candidate, batch).memory  # at its worst moment
         return Memory(parameters, gradients, states, kept, self._working(candidate, batch) + gathered)
-
-
-def _but_again(one: Candidate) -> tuple:
-    """A candidate's fields, as of one that computes nothing again."""
-    degrees = (one.pp, one.dp, one.tp, one.ep, one.sp, one.zero, one.microbatches)
-    return (*degrees, False, one.virtual, one.cp, (), one.offload)
 
 
 def _apart(cost: Cost, candidate: Candidate) -> float:

@@ -111,11 +111,8 @@ def written(size: int) -> str:
 
 
 def _fits(request: Request, pricer: Pricer, world: int, batch: int) -> bool:
-    for one in request.candidates(world, batch):
-        memory = pricer.least(one, batch)
-        if memory is not None and memory.total <= request.limit:
-            return True
-    return False
+    held = (pricer.least(one, batch) for one in request.candidates(world, batch))
+    return any(memory is not None and memory.total <= request.limit for memory in held)
 
 
 def _world(request: Request, *, pinned: bool) -> int | None:

@@ -206,13 +206,15 @@ class Cutter:
         microbatches: of one step.
         limit: bytes of one rank.
         again: parts may be computed again, as few as fit; "all" for all of them.
+        virtual: of `Interleaved`.
     """
 
     def __init__(
-        self, parts: Sequence[Part], count: int, microbatches: int, limit: float, again: bool | str = False
-    ) -> None:
+        self, parts: Sequence[Part], count: int, microbatches: int, limit: float, again: bool | str = False,
+        virtual: int = 1,
+    ) -> None:  # fmt: skip
         self.parts, self.count, self.microbatches, self.limit, self.again = parts, count, microbatches, limit, again
-        self.stages = count
+        self.virtual, self.stages = virtual, count * virtual
         self._time = [0.0, *accumulate(part.time for part in parts)]
         self._static = [0, *accumulate(part.static for part in parts)]
         self._kept = [0, *accumulate(part.kept for part in parts)]
@@ -267,8 +269,11 @@ class Cutter:
     def made(self, starts: Sequence[int]) -> Stages | None:
         """The cut at these parts, with the least that is computed again; None if it is none, or does not fit."""
         bounds = [*starts, len(self.parts)]
-        if len(set(bounds)) < len(bounds) or not all(self.parts[start].cuttable for start in starts[1:]):
+        if any(start >= stop for start, stop in pairwise(bounds)):
             return None
+        return self._made(starts, bounds) if all(self.parts[start].cuttable for start in starts[1:]) else None
+
+    def _made(self, starts: Sequence[int], bounds: Sequence[int]) -> Stages | None:
         stages = [self.stage(at, *bounds[at : at + 2]) for at in range(len(starts))]
         if None in stages:
             return None

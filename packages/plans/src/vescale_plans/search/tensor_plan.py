@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 
+from .._plan.match import decided
 from .._plan.parts import Boundary, Placements, PlanError
 from .structure import Group, Structure
 
@@ -138,9 +138,7 @@ def _is_added_to(group: Group, structure: Structure, split: Mapping[str, Placeme
     makes whole together: both as wide, and the one module in the other."""
 
     def width(one: Group) -> int:
-        shape = list(structure.shapes[one.sink])
-        del shape[one.dim]
-        return shape[-1]
+        return [size for dim, size in enumerate(structure.shapes[one.sink]) if dim != one.dim][-1]
 
     return any(
         other.experts and other.sink in split and other.module
@@ -166,10 +164,6 @@ def patterns(named: Mapping[str, T], *, rest: T, last: bool = True) -> dict[str,
         else:
             patterns.update({name: named[name] for name in names})
     patterns = {pattern: value for pattern, value in patterns.items() if value != rest}
-    if any(_first(patterns, name, rest) != value for name, value in named.items()):
+    if any(decided(patterns, name, rest) != value for name, value in named.items()):
         patterns = {name: value for name, value in named.items() if value != rest}  # a star took more than numbers
     return patterns | {"*": rest} if last else patterns
-
-
-def _first(patterns: Mapping[str, T], name: str, rest: T) -> T:
-    return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), rest)

@@ -7,7 +7,7 @@ et al., arXiv 2104.04473, section 2.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from ..candidates import Candidate
@@ -29,27 +29,32 @@ HOPS = 0.3
 """Share of a pipeline's transfers that computation does not hide, where it hides anything."""
 
 
-BUSY = ("compute", "elementwise", "tensor", "experts", "context")
-"""Terms of a step's seconds that grow with the parts of the model that a rank holds."""
-
-
 @dataclass(frozen=True)
-class Cost:
-    """Seconds of one step, by what they are spent on."""
+class Busy:
+    """Seconds that grow with the parts of the model that a rank holds, by what they are spent on."""
 
     compute: float
     elementwise: float
     tensor: float
     experts: float
-    data: float
-    pipeline: float
-    optimizer: float
-    context: float = 0.0
+    context: float
 
     @property
     def busy(self) -> float:
-        """Seconds that grow with the parts of the model that a rank holds."""
-        return self.compute + self.elementwise + self.tensor + self.experts + self.context
+        """All of them."""
+        return sum(getattr(self, name) for name in BUSY)
+
+
+BUSY = tuple(one.name for one in fields(Busy))
+
+
+@dataclass(frozen=True)
+class Cost(Busy):
+    """Seconds of one step."""
+
+    data: float
+    pipeline: float
+    optimizer: float
 
     @property
     def total(self) -> float:
@@ -57,22 +62,11 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Busy):
     """Seconds of one microbatch in one direction, over all that `Sizes` counts."""
 
-    compute: float
-    elementwise: float
-    tensor: float
-    experts: float
-    context: float = 0.0
-
     @property
-    def once(self) -> float:
-        """Seconds of one direction."""
-        return self.compute + self.elementwise + self.tensor + self.experts + self.context
-
-    @property
-    def busy(self) -> float:
+    def both(self) -> float:
         """Forward and backward, nothing computed again."""
         sent = self.tensor + self.experts + self.context
         return PASSES * (self.compute + self.elementwise) + (PASSES - 1) * sent
@@ -81,7 +75,7 @@ class Pass:
         return Pass(*(getattr(self, name) + getattr(other, name) for name in BUSY))
 
 
-NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
+NOTHING = Pass(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
@@ -136,21 +130,15 @@ def cost_of(
     """
     one = one or pass_of(sizes, candidate, hardware, batch, seq)
     again = again or again_of(sizes, candidate, hardware, batch, seq)
-    positions = positions_of(candidate, batch, seq)
-    compute, elementwise = PASSES * one.compute + again.compute, PASSES * one.elementwise + again.elementwise
-    tensor, experts = (PASSES - 1) * one.tensor + again.tensor, (PASSES - 1) * one.experts + again.experts
-    context = (PASSES - 1) * one.context + again.context
-    stage = (compute + tensor + experts + elementwise + context) / candidate.pp
+    passes = {"compute": PASSES, "elementwise": PASSES}  # what is sent is not sent for gradients of weights
+    busy = {name: passes.get(name, PASSES - 1) * getattr(one, name) + getattr(again, name) for name in BUSY}
     share = candidate.microbatches / candidate.pp
+    waits = sum(busy.values()) / candidate.pp * (candidate.pp - 1) / candidate.virtual
     return Cost(
-        compute=compute * share,
-        elementwise=elementwise * share,
-        tensor=tensor * share,
-        experts=experts * share,
-        data=_data(sizes, candidate, hardware, 3 * one.compute * share),
-        pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
+        **{name: seconds * share for name, seconds in busy.items()},
+        data=_data(sizes, candidate, hardware, PASSES * one.compute * share),
+        pipeline=waits + _hops(sizes, candidate, hardware, positions_of(candidate, batch, seq)),
         optimizer=_optimizer(sizes, candidate, hardware),
-        context=context * share,
     )
 
 

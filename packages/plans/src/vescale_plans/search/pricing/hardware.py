@@ -278,17 +278,14 @@ class Hardware:
             unknown = set(values) - {one.name for one in fields(cls)}
             if unknown:
                 raise ValueError(f"a profile has no {min(unknown)!r}")
-            for name in ("inside", "across"):
-                values[name] = Link(**values[name])
-            if values.get("product") is not None:
-                values["product"] = Product(**values["product"])
+            kinds = {"inside": Link, "across": Link, "numbers": Numbers, "product": Product}
+            given = [name for name in kinds if name in values and (name != "product" or values[name] is not None)]
+            values |= {name: kinds[name](**values[name]) for name in given}
             values["operators"] = {name: _curve(points) for name, points in values.get("operators", {}).items()}
             values["collectives"] = {
                 kind: {int(ranks): _curve(points) for ranks, points in curves.items()}
                 for kind, curves in values.get("collectives", {}).items()
             }
-            if "numbers" in values:
-                values["numbers"] = Numbers(**values["numbers"])
             values["waits"] = _curve(values["waits"]) if values.get("waits") else None
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil, inf
 
-from ..stages import Cutter, Kind, Part, Stages, held_at, moments
+from ..stages import Cutter, Kind, Stages, held_at, moments
 
 
 class Interleaved(Cutter):
@@ -26,18 +26,6 @@ class Interleaved(Cutter):
     Arguments:
         microbatches: of one step, a multiple of `count`.
     """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        count: int,
-        virtual: int,
-        microbatches: int,
-        limit: float,
-        again: bool | str = False,
-    ) -> None:
-        super().__init__(parts, count, microbatches, limit, again)
-        self.virtual, self.stages = virtual, count * virtual
 
     def best(self, below: float = inf) -> Stages | None:
         """The faster deal that fits; None if none does in at most `below` seconds a step."""
@@ -49,13 +37,7 @@ class Interleaved(Cutter):
                 below, found = seconds, one
         return found
 
-    def made(self, starts: Sequence[int]) -> Stages | None:
-        """The cut at these parts, with little that is computed again; None if it is none, or does not fit."""
-        bounds = [*starts, len(self.parts)]
-        if any(start >= stop for start, stop in pairwise(bounds)):
-            return None
-        if not all(self.parts[start].cuttable for start in starts[1:]):
-            return None
+    def _made(self, starts: Sequence[int], bounds: Sequence[int]) -> Stages | None:
         again: set[int] = set()
         sizes = []
         for rank in range(self.count):

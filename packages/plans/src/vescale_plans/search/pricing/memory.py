@@ -206,7 +206,7 @@ class Held:
             # The head's gradient comes first, and is copied to where all of the root's are summed, if they are not yet.
             (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),
             (self.summed(), self.kept() + self.forward(), self._gathered(1)),
-            (held, self.tail(), self._gathered(1) + under_way),
+            (held, self._most(self.back.tail) if self.back is not None else 0.0, self._gathered(1) + under_way),
             (self.part(2, numbers.gradients), 0.0, max(stepped, self._on_the_way())),
             (self.part(2, numbers.gradients), 0.0, self._gathered(1) + self._last_sums()),
         ]
@@ -221,11 +221,8 @@ class Held:
     def _on_the_way(self) -> int:
         """Bytes that AdamW makes of the parameter at hand, if it goes over them one by one."""
         one, largest = self.candidate, self.sizes.largest * self.numbers.parameters
-        if self.hardware.backend != "gloo":
-            return 0
-        if one.ep > 1:
-            return int(2 * largest / one.ep)
-        return int(2 * largest / (one.sharded if one.zero else 1))
+        part = int(2 * largest / (one.sharded if one.zero or one.ep > 1 else 1))
+        return part if self.hardware.backend == "gloo" else 0
 
     def _gathered(self, blocks: int) -> int:
         """Bytes of gathered parameters, with so many blocks; in a backward the next one comes while one is computed."""
@@ -335,10 +332,6 @@ class Held:
     @staticmethod
     def _saved(block: Block, names: Iterable[str]) -> Iterator[Amount]:
         return (block.inside[name].saved for name in names if name in block.inside)
-
-    def tail(self) -> float:
-        """After it."""
-        return 0.0 if self.back is None else self._most(self.back.tail)
 
     def _at(self, amount: Amount) -> float:
         one, repeats = self.candidate, self.hardware.backend == "gloo"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..held import Amount, Block, Inside, summed
@@ -114,7 +114,7 @@ def sizes_of(structure: Structure, tp: int) -> Sizes:
 def parts_of(structure: Structure, tp: int, staged: bool = False) -> tuple[Sizes, ...]:
     """The same by parts, one per repeated block; what lies around blocks belongs to the one before, or to the first.
     `staged`: parameters of several names are held in each part that has one, as a pipeline's stages hold them."""
-    numbers, of, part = _inside(structure), {}, 0
+    numbers, of, part = inside_of(structure), {}, 0
     for name in structure.shapes:  # in the order of registration, in which pipelines are cut too
         part = max(part, numbers.get(name, 0))
         of[name] = part
@@ -132,7 +132,7 @@ def _ends(structure: Structure, of: Mapping[str, int], last: int) -> dict[str, i
     }
 
 
-def _inside(structure: Structure) -> dict[str, int]:
+def inside_of(structure: Structure) -> dict[str, int]:
     """Parameter -> the place of the block that it is in; not those that are in none."""
     places = {name: at for at, name in enumerate(structure.block_names)}
     found = {}
@@ -156,61 +156,46 @@ def _counted(
     heads = {one.parameter for one in structure.heads}
     chosen = {name: one.chosen for one in structure.experts for name in one.parameters}
     parts = range(len(blocks))
-    whole, cut, experts, entries, outside, largest = ([0] * len(blocks) for _ in range(6))
-    inside = _inside(structure)
-    contractions: list[Counter[Contraction]] = [Counter() for _ in parts]
-    branches: list[Counter[Branch]] = [Counter() for _ in parts]
+    totals: list[Counter[str]] = [Counter() for _ in parts]  # by the names of fields
+    inside = inside_of(structure)
     nested = {parameter: name for name, parameters in structure.inside.items() for parameter in parameters}
-    again: list[dict[str, Sizes]] = [{name: _bare(tp) for name in structure.inside} for _ in parts]
-    within = [_bare(tp) for _ in parts]
+    whole, within = ([_bare(tp) for _ in parts] for _ in range(2))
+    again = [{name: _bare(tp) for name in structure.inside} for _ in parts]
+
+    def into(parameter: str, part: int) -> Iterator[Sizes]:
+        """Yields all that has a parameter of a part."""
+        yield whole[part]
+        yield from (within[part],) * (parameter in inside)
+        yield from (again[part][nested[parameter]],) if parameter in nested else ()
+
     for name, part in _held(structure, of, ends, staged):
-        count = prod(structure.shapes[name])
-        (cut if name in split else whole)[part] += count
+        count, total = prod(structure.shapes[name]), totals[part]
         held = count / tp if name in split else count
-        largest[part] = max(largest[part], int(held))
-        if name not in inside:
-            outside[part] += held
-        if name in stacked:
-            experts[part] += held
+        total["split" if name in split else "whole"] += count
+        total["largest"] = max(total["largest"], int(held))
+        total["outside"] += held * (name not in inside)
+        total["experts"] += held * (name in stacked)
     for one in structure.matrices:
         inward = one.inward / tp if one.parameter in split and one.parameter in sinks else one.inward
         outward = one.outward / tp if one.parameter in split and one.parameter not in sinks else one.outward
         part = ends.get(one.parameter, of[one.parameter])
         met = chosen.get(one.parameter, int(one.experts > 0))
         contraction = Contraction(inward, outward, one.experts, met)
-        contractions[part][contraction] += 1
-        if one.parameter in inside:
-            within[part].contractions[contraction] += 1
-        if one.parameter in nested:
-            again[part][nested[one.parameter]].contractions[contraction] += 1
+        for sizes in into(one.parameter, part):
+            sizes.contractions[contraction] += 1
         if one.parameter in heads:
-            entries[part] = max(entries[part], one.outward)
+            totals[part]["entries"] = max(totals[part]["entries"], one.outward)
     for group in structure.groups:
         width = prod(structure.shapes[group.sink]) // max(1, group.features * max(1, group.experts))
         inner = group.features + sum(source.size for source in group.sources)
         met = chosen.get(group.sink, int(group.experts > 0))
         branch = Branch(width, group.features, inner, group.sink in split, group.positions_meet, met)
-        branches[of[group.sink]][branch] += 1
-        if group.sink in inside:
-            within[of[group.sink]].branches[branch] += 1
-        if group.sink in nested:
-            again[of[group.sink]][nested[group.sink]].branches[branch] += 1
+        for sizes in into(group.sink, of[group.sink]):
+            sizes.branches[branch] += 1
     back = _held_back(structure, len(blocks))
     return tuple(
-        Sizes(
-            tp,
-            whole[at],
-            cut[at],
-            experts[at],
-            contractions[at],
-            branches[at],
-            entries[at],
-            max(1, blocks[at]),
-            outside[at],
-            largest[at],
-            back[at],
-            again[at],
-            within[at],
+        replace(
+            whole[at], **totals[at], blocks=max(1, blocks[at]), held_back=back[at], inside=again[at], within=within[at]
         )
         for at in parts
     )

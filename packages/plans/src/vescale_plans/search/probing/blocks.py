@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from vescale_trace.values import map_first
 
+from ..structure import Blocks
 from .model import first_tensor
 
 KEPT = 2
@@ -21,28 +22,16 @@ LISTS = nn.ModuleList | nn.ModuleDict
 """Containers that have no forward."""
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Blocks of one container, and of lists in it, in the order of their registration.
-
-    Arguments:
-        names: of the modules.
-        kinds: per block a number; equal numbers are equal structure.
-    """
-
-    names: tuple[str, ...]
-    kinds: tuple[int, ...]
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Blocks beyond the first KEPT of their kind -> the first of that kind."""
-        alike: dict[int, list[str]] = defaultdict(list)
-        for name, kind in zip(self.names, self.kinds):
-            alike[kind].append(name)
-        return {name: names[0] for names in alike.values() for name in names[KEPT:]}
+def skipped(found: Iterable[Blocks]) -> dict[str, str]:
+    """Blocks beyond the first KEPT of their kind -> the first of that kind."""
+    alike: dict[tuple[Blocks, int], list[str]] = defaultdict(list)
+    for chain in found:
+        for name, kind in zip(chain.names, chain.kinds):
+            alike[chain, kind].append(name)
+    return {name: names[0] for names in alike.values() for name in names[KEPT:]}
 
 
-def chains(model: nn.Module) -> tuple[Chain, ...]:
+def chains(model: nn.Module) -> tuple[Blocks, ...]:
     """Containers with at least two children of equal structure, outermost first; none inside another's block. A list
     among a list's children is called by nobody: what it holds stands for it.
 
@@ -50,7 +39,7 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
     none stands for another, but a pipeline may be cut between them. So are those of other containers where modules
     around modules, or settings, are all that tells them apart.
     """
-    found: list[Chain] = []
+    found: list[Blocks] = []
     seen: set[int] = set()
 
     def walk(name: str, module: nn.Module) -> None:
@@ -62,7 +51,7 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
         if isinstance(module, LISTS | nn.Sequential) and any(True for _ in module.parameters()):
             kinds = _kinds([block for _, block, _ in blocks], [place for _, _, place in blocks])
         if len(kinds) > max(1, len(set(kinds))):
-            found.append(Chain(names, tuple(kinds)))
+            found.append(Blocks(names, tuple(kinds)))
             return
         before = len(found)
         for key, child in module.named_children():
@@ -70,7 +59,7 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
         listed = isinstance(module, nn.ModuleList) and all(list(block.parameters()) for _, block, _ in blocks)
         differ = 1 if listed else len({_bare(block) for _, block, _ in blocks})
         if len(kinds) > max(1, differ) and len(found) == before:
-            found.append(Chain(names, tuple(kinds)))
+            found.append(Blocks(names, tuple(kinds)))
 
     walk("", model)
     return tuple(found)
@@ -137,30 +126,23 @@ def _settings(block: nn.Module) -> list[Hashable]:
     return [value for module in block.modules() for value in module.__dict__.values() if isinstance(value, plain)]
 
 
-def hand_on(model: nn.Module, found: Sequence[Chain]) -> None:
+def hand_on(model: nn.Module, found: Sequence[Blocks]) -> None:
     """Makes skipped blocks of `model` return their input, from now on, in the form that their like returned last."""
     last: dict[str, Any] = {}
+    stand_ins = skipped(found)
     for chain in found:
-        skipped = chain.skipped
-        for name in chain.names:
-            block, like = model.get_submodule(name), skipped.get(name)
-            if like is not None:
-                block.forward = _handing_on(last, like)
+        for name, kind in zip(chain.names, chain.kinds):
+            block = model.get_submodule(name)
+            if name in stand_ins:
+                block.forward = partial(_hand_on, last, stand_ins[name])
             else:
-                kind = chain.kinds[chain.names.index(name)]
-                block.register_forward_hook(_remembering(last, chain.names[chain.kinds.index(kind)]))
+                block.register_forward_hook(partial(_remember, last, chain.names[chain.kinds.index(kind)]))
 
 
-def _handing_on(last: Mapping[str, Any], like: str) -> Callable:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        carried = first_tensor((args, kwargs))
-        return map_first(last[like], lambda tensor: carried)
-
-    return forward
+def _hand_on(last: Mapping[str, Any], like: str, *args: Any, **kwargs: Any) -> Any:
+    carried = first_tensor((args, kwargs))
+    return map_first(last[like], lambda tensor: carried)
 
 
-def _remembering(last: dict[str, Any], like: str) -> Callable:
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        last[like] = output
-
-    return hook
+def _remember(last: dict[str, Any], like: str, _: nn.Module, args: tuple, output: Any) -> None:
+    last[like] = output

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from .blocks import Chain
+from ..structure import Blocks
 from .operands import Features
 
 Key = tuple[str, int]
@@ -129,7 +129,7 @@ class Findings:
     inputs: dict[str, int | None] = field(default_factory=dict)
     outputs: dict[str, int | None] = field(default_factory=dict)
     token_wise: dict[Key, bool] = field(default_factory=dict)
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[Blocks, ...] = ()
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coupled: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
@@ -163,13 +163,10 @@ def paired(found: Findings) -> dict[Key, dict[Key, Influence]]:
                 if any(other.is_mixing for other in reached.values()):
                     continue
                 pairs.setdefault(sink, {})[key] = one
-        pairs = {sink: sources for sink, sources in pairs.items() if any(not _is_table(found, key) for key in sources)}
+        tables = {key for key, call in found.calls.items() if call.lookup}
+        pairs = {sink: sources for sink, sources in pairs.items() if not sources.keys() <= tables}
         bridged = {s for s, sources in pairs.items() if all(key in found.bridged for key in sources)} - found.enclosed
         pairs = {sink: sources for sink, sources in pairs.items() if sink not in bridged}
         if set(pairs) == sinks:
             return pairs
         sinks = set(pairs)
-
-
-def _is_table(found: Findings, key: Key) -> bool:
-    return found.calls[key].lookup

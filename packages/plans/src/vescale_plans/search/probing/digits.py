@@ -10,7 +10,6 @@ Applications.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from math import gcd
 
@@ -34,52 +33,35 @@ class Digits:
     """
 
     def __init__(self, count: int, neighbours: int = 1) -> None:
-        self.count = count
+        self.count, numbers = count, torch.arange(count)
         first = neighbours if count % neighbours == 0 else 1
         parts = gcd(count // first, PARTS)
-        rest, middle = count // first // parts, []
-        while rest > 1:
-            middle.append(rest if rest <= MOST_VALUES else VALUES)
-            rest = -(-rest // middle[-1])
-        self._sizes = [size for size in (first, *middle, parts) if size > 1]
-        numbers = torch.arange(count)
-        self._digits, rest = [], numbers // first % (count // first // parts)
-        if first > 1:
-            self._digits.append(numbers % first)
-        for size in middle:
-            self._digits.append(rest % size)
-            rest = rest // size
-        if parts > 1:
-            self._digits.append(numbers // (count // parts))
+        values = count // first // parts
+        digits, middle = [(numbers % first, first)], numbers // first % values
+        while values > 1:
+            size = values if values <= MOST_VALUES else VALUES
+            digits.append((middle % size, size))
+            middle, values = middle // size, -(-values // size)
+        digits.append((numbers // (count // parts), parts))
+        self._digits = [(digit, size) for digit, size in digits if size > 1]
 
     @cached_property
     def tests(self) -> Tensor:
-        rows = [digit == value for digit, size in zip(self._digits, self._sizes) for value in range(size)]
+        rows = [digit == value for digit, size in self._digits for value in range(size)]
         return torch.stack(rows) if rows else torch.ones(1, self.count, dtype=torch.bool)
-
-    def is_unclear(self, met: Sequence[Tensor] | Tensor) -> bool:
-        """True if the first so many tests show a feature that several values of several digits meet."""
-        several, start = torch.zeros(1, dtype=torch.long), 0
-        for size in self._sizes:
-            values = met[start : start + size]
-            if len(values):
-                several = several + (sum(one.long() for one in values) > 1).long()
-            start += size
-        return bool((several > 1).any())
 
     def reach(self, met: Tensor) -> Tensor | None:
         """Returns what each unit reaches, bool [units, features], from what each test met, bool [tests, features]; None
         if digits do not tell."""
-        if self.is_unclear(met):
-            return None
-        if not self._sizes:
+        if not self._digits:
             return met
-        found, start = torch.ones(self.count, met.shape[1], dtype=torch.bool), 0
-        any_met = met.any(0)
-        for digit, size in zip(self._digits, self._sizes):
+        found, any_met = torch.ones(self.count, met.shape[1], dtype=torch.bool), met.any(0)
+        several, start = torch.zeros(met.shape[1], dtype=torch.long), 0
+        for digit, size in self._digits:
             values = met[start : start + size]
             if not torch.equal(values.any(0), any_met):
                 return None  # several units together meet what none of some of them does
             found &= values[digit]
+            several += values.sum(0) > 1
             start += size
-        return found
+        return None if bool((several > 1).any()) else found

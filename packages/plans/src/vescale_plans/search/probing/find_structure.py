@@ -23,6 +23,7 @@ from ..tensor_plan import split_parameters
 from .calls import Call, Findings, Influence, Key, paired
 from .forwards import raised
 from .holding import holding_of
+from .operands import Features
 from .probe import probe
 from .sample import Sample
 
@@ -103,35 +104,27 @@ def structure_of(
 
 def _spans(influence: Influence) -> tuple[Span, ...]:
     """Per unit the first and the last feature reached."""
-    spans = []
-    for row in influence.reach:
-        hit = row.nonzero().flatten()
-        spans.append((int(hit[0]), int(hit[-1]) + 1) if len(hit) else (0, 0))
-    return tuple(spans)
+    hits = (row.nonzero().flatten() for row in influence.reach)
+    return tuple((int(hit[0]), int(hit[-1]) + 1) if len(hit) else (0, 0) for hit in hits)
 
 
 def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influence]]) -> list[Group]:
     sources = pairs[sink]
     call = found.calls[sink]
-    if found.like.get(sink[0], sink)[0] != sink[0]:
-        return []
-    if (
-        call.inward is None
-        or call.inward.dim is None
-        or not _is_plain(call.inward.index, found.shapes[sink[0]][call.inward.dim])
-    ):
+    dim = _whole_dim(call.inward, found.shapes[sink[0]])
+    if found.is_later(sink) or dim is None:
         return []
     made = []
     for key, influence in sources.items():
         source = found.calls[key]
-        dim = source.outward.dim
-        if dim is None or not _is_plain(source.outward.index, found.shapes[key[0]][dim]):
+        outward = _whole_dim(source.outward, found.shapes[key[0]])
+        if outward is None:
             continue
         made.append(
             Source(
                 key[0],
                 source.bias,
-                dim,
+                outward,
                 source.out_features,
                 influence.unit,
                 _spans(influence),
@@ -152,7 +145,7 @@ def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influenc
     return [
         Group(
             sink[0],
-            call.inward.dim,
+            dim,
             call.in_features,
             call.bias,
             tuple(made),
@@ -186,9 +179,11 @@ def _matrices(found: Findings) -> tuple[Matrix, ...]:
     return tuple(made.values())
 
 
-def _is_plain(index, size: int) -> bool:
-    """The features are the dim's indices, in order, all of them."""
-    return len(index) == size and bool((index[1:] - index[:-1] == 1).all()) and int(index[0]) == 0
+def _whole_dim(features: Features | None, shape: Sequence[int]) -> int | None:
+    """The dim of a parameter all of whose indices these are, in order."""
+    if features is None or features.dim is None or len(features.index) != shape[features.dim]:
+        return None
+    return features.dim if torch.equal(features.index, torch.arange(len(features.index))) else None
 
 
 # ------------------------------------------------------------- vocabulary, experts
@@ -210,10 +205,9 @@ def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
     for key, call in found.calls.items():
         if call.lookup or call.stack or call.convolution or key in pairs or found.influences.get(key):
             continue
-        if call.outer is None or call.outward.dim is None or key in found.routers:
-            continue
-        if _is_plain(call.outward.index, found.shapes[key[0]][call.outward.dim]):
-            made[key[0]] = Vocabulary(key[0], call.bias, call.outward.dim, call.path[-1] if call.path else None)
+        dim = _whole_dim(call.outward, found.shapes[key[0]])
+        if call.outer is not None and dim is not None and key not in found.routers:
+            made[key[0]] = Vocabulary(key[0], call.bias, dim, call.path[-1] if call.path else None)
     return tuple(made.values())
 
 
@@ -281,27 +275,24 @@ def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
         chain = found.chains[at]
         seen = [name for name in chain.names if name in found.inputs and name in found.outputs]
         order = [places[name] for name in seen]
-        among = [found.chains[other] for other, (first, last) in spans.items() if order and _meet(order, first, last)]
+        least, most = min(order, default=0), max(order, default=0)
+        among = [found.chains[at] for at, (first, last) in spans.items() if order and least < last and first < most]
         apart = ""
         if len(seen) < 2:
             apart = "the forward calls fewer than two of them, or not with tensors"
         elif order != sorted(order):
             apart = "they are not called in the order of their registration"
         elif among:
-            apart = f"they are called among {', '.join(Blocks(among[0].names, ()).patterns)}"
+            apart = f"they are called among {', '.join(among[0].patterns)}"
         else:
             spans[at] = order[0], order[-1]
         called = () if apart else _called(model, found, chain.names)
-        made[at] = Blocks(chain.names, chain.kinds, not apart, called, apart)
+        made[at] = replace(chain, chained=not apart, called=called, apart=apart)
     return tuple(made[at] for at in range(len(found.chains)))
 
 
 def _size(model: nn.Module, names: Sequence[str]) -> int:
     return sum(one.numel() for name in names for one in model.get_submodule(name).parameters())
-
-
-def _meet(order: Sequence[int], first: int, last: int) -> bool:
-    return min(order) < last and first < max(order)
 
 
 def _called(model: nn.Module, found: Findings, blocks: Sequence[str]) -> tuple[tuple[str, int], ...]:

@@ -17,7 +17,8 @@ from vescale_dtensor.engine import flex_formulas, user_line
 from ..._apply.generators import seeded_for
 from ..._plan.parts import PlanError
 from ..progress import Bar
-from .blocks import Chain, hand_on
+from ..structure import Blocks
+from .blocks import hand_on, skipped
 from .calls import Key
 from .model import OnOneDevice, on_meta, paths, plain_kernels, values_kept
 from .operands import Operands
@@ -40,14 +41,14 @@ class Forwards:
         self,
         model: nn.Module,
         sample: Sample,
-        chains: Sequence[Chain],
+        chains: Sequence[Blocks],
         note: Callable[[str, Any, Any], None],
         bar: Bar,
     ) -> None:
         self.sample, self.silent = sample, frozenset[Key]()
         self._note, self._bar = note, bar
         self._values: dict[tuple[int, ...], Tensor] = {}
-        stand_ins = {name: like for chain in chains for name, like in chain.skipped.items()}
+        stand_ins = skipped(chains)
         self.model = on_meta(model, stand_ins).eval()
         self.operands = Operands(self.model.named_parameters(), _biases(self.model))
         self._recurrent = any(isinstance(one, nn.RNNBase) for one in self.model.modules())
@@ -92,13 +93,10 @@ class Forwards:
         with ExitStack() as stack:
             if follow or probe.seed:  # else no call is new: none asks for the modules that are running
                 stack.enter_context(paths(self._watched, probe.path, self._note if follow else None))
-            stack.enter_context(seeded_for(0, 0))  # a plan, and each rank's, is one whatever was drawn before
-            stack.enter_context(plain_kernels())
-            stack.enter_context(values_kept(self.model))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(flex_formulas())
-            stack.enter_context(probe)
-            stack.enter_context(OnOneDevice(self.operands, self._recurrent))
+            alike = seeded_for(0, 0)  # a plan, and each rank's, is one whatever was drawn before
+            modes = flex_formulas(), probe, OnOneDevice(self.operands, self._recurrent)
+            for one in (alike, plain_kernels(), values_kept(self.model), torch.no_grad(), *modes):
+                stack.enter_context(one)
             with suppress(Enough):
                 try:
                     self.model(*args, **kwargs)

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from ..held import Amount, Block, Holding, Inside, summed
-from .blocks import Chain, hand_on
+from ..structure import Blocks
+from .blocks import hand_on, skipped
 from .model import on_meta
 from .sample import Sample
 from .step import Item, Step
@@ -37,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def holding_of(
     model: nn.Module,
     sample: Sample,
-    chains: Sequence[Chain],
+    chains: Sequence[Blocks],
     split: Collection[str],
     around: Collection[str] = (),
     computed: torch.dtype | None = None,
@@ -51,7 +52,7 @@ def holding_of(
         computed: the numbers that are asked for, alone; without them all of `DTYPES`.
     """
     asked = [one for one in DTYPES if computed is None or one.itemsize == computed.itemsize]
-    stand_ins = {name: like for chain in chains for name, like in chain.skipped.items()}
+    stand_ins = skipped(chains)
     found: dict[int, Holding] = {}
     try:
         ran = on_meta(model, stand_ins)
@@ -77,7 +78,7 @@ def _longer(ran: nn.Module, sample: Sample, *told: Any) -> Step | None:
         return None
 
 
-def _everywhere(held: Holding, chains: Sequence[Chain]) -> Holding:
+def _everywhere(held: Holding, chains: Sequence[Blocks]) -> Holding:
     """Completes blocks that did not run from the last of their kind that did."""
     blocks = {}
     for chain in chains:

@@ -19,7 +19,7 @@ from vescale_trace.effects import Kept
 from vescale_trace.values import tensors_in
 
 from ..._torch_private import _VF, decomposition_table
-from .operands import Operands
+from .operands import Operands, drawn
 
 
 def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.Module:
@@ -60,17 +60,7 @@ def _shell(module: nn.Module) -> nn.Module:
 def _values(buffer: Tensor) -> Tensor:
     if is_deferred(buffer):
         buffer = materialize(buffer)
-    if not buffer.is_meta:
-        return buffer.detach().cpu()
-    if buffer.is_floating_point():
-        return (
-            torch.rand(buffer.shape, generator=torch.Generator().manual_seed(buffer.numel())).add_(0.5).to(buffer.dtype)
-        )
-    return (
-        torch.ones(buffer.shape, dtype=buffer.dtype)
-        if buffer.dtype == torch.bool
-        else torch.zeros(buffer.shape, dtype=buffer.dtype)
-    )
+    return drawn(buffer.numel(), buffer.dtype).view(buffer.shape) if buffer.is_meta else buffer.detach().cpu()
 
 
 @contextmanager

@@ -137,18 +137,8 @@ class Operands:
         """`tensor` with values: positive and near one, as gates and norm weights are."""
         key = _storage(tensor)
         if key not in self._values:
-            count = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._kept.append(tensor.detach())
-            generator = torch.Generator().manual_seed(count)
-            if tensor.is_floating_point():
-                flat = torch.rand(count, generator=generator).add_(0.5).to(tensor.dtype)
-            else:
-                flat = (
-                    torch.ones(count, dtype=tensor.dtype)
-                    if tensor.dtype == torch.bool
-                    else torch.zeros(count, dtype=tensor.dtype)
-                )
-            self._values[key] = flat
+            self._values[key] = drawn(tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype)
         flat = self._values[key]
         name = self.name(tensor)
         if name is not None and len(self.shapes[name]) == 1 and flat.numel() == self.shapes[name][0]:
@@ -158,6 +148,13 @@ class Operands:
         if flat.dtype != tensor.dtype:
             flat = flat.view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def drawn(count: int, dtype: torch.dtype) -> Tensor:
+    """So many numbers for a tensor that has no values: positive and near one, integers 0, truth values True."""
+    if not dtype.is_floating_point:
+        return torch.full((count,), dtype == torch.bool, dtype=dtype)
+    return torch.rand(count, generator=torch.Generator().manual_seed(count)).add_(0.5).to(dtype)
 
 
 def _storage(tensor: Tensor) -> int:

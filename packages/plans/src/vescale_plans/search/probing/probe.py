@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..progress import Bar
-from .blocks import Chain, chains
+from ..structure import Blocks
+from .blocks import chains
 from .calls import Findings, Key, Test, paired
 from .forwards import Forwards
 from .influences import ROWS, Influences
@@ -47,7 +48,8 @@ class _Prober:
         found.chains, found.tied = self.chains, _tied(self.names)
         found.coupled = tuple(dict.fromkeys(call.key[0] for call in first.calls.values() if call.coupled))
         ends = {first.end}
-        for seed in SEEDS[:1] if not self._routed() else SEEDS:
+        routed = any(call.stack or call.scattered or call.outer is None for call in found.calls.values())
+        for seed in SEEDS if routed else SEEDS[:1]:
             other = self.forwards.run(2, seed=seed, calls=found.calls)
             for key, call in other.calls.items():
                 found.calls.setdefault(key, call)
@@ -65,9 +67,7 @@ class _Prober:
         )
         found.influences = self.tests.in_full(wanted, sampled)
         for key, sinks in sampled.items():
-            whole = found.influences.setdefault(key, {})
-            for sink, one in sinks.items():
-                whole.setdefault(sink, one)
+            found.influences[key] = sinks | found.influences.get(key, {})
         self._bridge()
         self._vectors()
         self._positions()
@@ -82,9 +82,6 @@ class _Prober:
                 if not skipped:
                     raise
         raise AssertionError("the last forward returned or raised")
-
-    def _routed(self) -> bool:
-        return any(call.stack or call.scattered or call.outer is None for call in self.findings.calls.values())
 
     def _note(self, name: str, args: Any, output: Any) -> None:
         for sites, value in ((self.findings.inputs, args), (self.findings.outputs, output)):
@@ -180,7 +177,7 @@ class _Prober:
                 )
 
 
-def _like(model: nn.Module, found: Sequence[Chain]) -> dict[str, tuple[str, ...]]:
+def _like(model: nn.Module, found: Sequence[Blocks]) -> dict[str, tuple[str, ...]]:
     like: dict[str, tuple[str, ...]] = {}
     for chain in found:
         for kind in set(chain.kinds):

@@ -201,13 +201,10 @@ class Probe(TorchDispatchMode):
         stack = not convolution and len(self.operands.shapes[name]) > 2 and in_features * out_features < whole
         key = (name, 0 if stack else self._counts[name])
         self._counts[name] += 1
-        call = self.calls.get(key)
-        if call is not None:
+        if (call := self.calls.get(key)) is not None:
             call.repeated = True
-        if call is None and self.known is not None and key in self.known:
-            call = self.calls[key] = self.known[key]
-        if call is None:
-            call = self.calls[key] = Call(
+        else:
+            call = self.calls[key] = (self.known or {}).get(key) or Call(
                 key,
                 self._order,
                 in_features,

@@ -51,10 +51,10 @@ class Sample:
         turned by one position; of the tensors of integers that turning leaves alike, those at number `moved` are one
         less, or 1 for 0.
         """
-        alike, places = count(), count()
+        alike, places = count(), enumerate(self._tensors)
 
         def grow(tensor: Tensor) -> Tensor:
-            entries = self._entries(place := next(places))
+            place, (_, entries) = next(places)
             if not tensor.ndim or not entries:
                 return tensor
             grown = tensor.repeat(batch, *[1] * (tensor.ndim - 1))
@@ -70,15 +70,18 @@ class Sample:
 
         return map_tensors((self.args, dict(self.kwargs)), grow)
 
-    def _entries(self, place: int) -> int:
-        return self.entries[place] if self.entries else 1
+    @property
+    def _tensors(self) -> list[tuple[Tensor, int]]:
+        """Its tensors in order, each with its entries."""
+        tensors = tensors_in((self.args, dict(self.kwargs)))
+        return list(zip(tensors, self.entries or (1,) * len(tensors)))
 
     def longer(self, times: int) -> Sample:
         """The row with its positions so many times over."""
-        positions, places = self.positions, count()
+        positions, tensors = self.positions, iter(self._tensors)
 
         def grow(tensor: Tensor) -> Tensor:
-            dim = int(self._entries(next(places)) > 0)  # of what all rows share the positions come first
+            dim = int(next(tensors)[1] > 0)  # of what all rows share the positions come first
             if tensor.ndim <= dim or tensor.shape[dim] != positions:
                 return tensor
             return tensor.repeat([times if at == dim else 1 for at in range(tensor.ndim)])
@@ -90,32 +93,23 @@ class Sample:
     def turnings(self) -> list[tuple[int, ...]]:
         """Tensors of integers to turn, in the order in which to try it: all, all but one, for it may hold sizes (those
         of an image) which turned are others, or none; of those with one entry a row, and of all."""
-        tensors = tensors_in((self.args, dict(self.kwargs)))
-        some = [place for place, one in enumerate(tensors) if one.ndim > 1 and not one.is_floating_point()]
-        single, several = (tuple(at for at in some if fits(self._entries(at))) for fits in (_is_one, bool))
+        some = [(at, n) for at, (one, n) in enumerate(self._tensors) if one.ndim > 1 and not one.is_floating_point()]
+        single, several = tuple(at for at, n in some if n == 1), tuple(at for at, n in some if n)
         but_one = (tuple(at for at in single if at != left) for left in single)
         return [*dict.fromkeys((single, *but_one, (), several))]
 
     @property
     def alike(self) -> int:
         """Tensors of integers that are the same when they are turned by one position."""
-        tensors = tensors_in((self.args, dict(self.kwargs)))
-        return sum(self._entries(place) == 1 and _stays(tensor) for place, tensor in enumerate(tensors))
+        return sum(entries == 1 and _stays(tensor) for tensor, entries in self._tensors)
 
     @property
     def positions(self) -> int | None:
         """Positions of the first integer tensor [batch, positions], or the first numbers [batch, positions,
         features]."""
-        tensors = [*enumerate(tensors_in((self.args, dict(self.kwargs))))]
-        for fits in (_is_one, bool):  # what has several entries a row tells where nothing else does
-            for place, tensor in tensors:
-                if fits(self._entries(place)) and tensor.ndim == (3 if tensor.is_floating_point() else 2):
-                    return tensor.shape[1]
-        return None
-
-
-def _is_one(entries: int) -> bool:
-    return entries == 1
+        found = [(one, n) for one, n in self._tensors if n and one.ndim == (3 if one.is_floating_point() else 2)]
+        found.sort(key=lambda each: each[1] != 1)  # what has several entries a row tells where nothing else does
+        return found[0][0].shape[1] if found else None
 
 
 def _stays(tensor: Tensor) -> bool:
@@ -135,13 +129,8 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS, *
     """
     if batch is None:
         batch = _made_up(model, positions)
-    args, kwargs = (), {}
-    if isinstance(batch, Mapping):
-        kwargs = dict(batch)
-    elif isinstance(batch, Sequence) and not isinstance(batch, Tensor):
-        args = tuple(batch)
-    else:
-        args = (batch,)
+    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    args = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, Sequence) else (batch,)
     tensors = tensors_in((args, kwargs))
     read = {way: None for count in _counts(tensors, rows) for way in islice(_products(tensors, count), MOST_READINGS)}
     first, *others = (_read(args, kwargs, entries) for entries in read)
@@ -184,12 +173,9 @@ def _read(args: tuple, kwargs: Mapping[str, Any], entries: tuple[int, ...]) -> S
 
 def _made_up(model: nn.Module, positions: int) -> dict[str, Any]:
     accepted = inspect.signature(model.forward).parameters
-    made: dict[str, Any] = {}
-    for name in INTEGER_INPUTS:
-        if name in accepted and (
-            name == "input_ids" or getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        ):
-            made[name] = torch.arange(5, 5 + positions)[None]
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    asked = [name for name in INTEGER_INPUTS[: 1 + bool(decodes)] if name in accepted]
+    made: dict[str, Any] = {name: torch.arange(5, 5 + positions)[None] for name in asked}
     if made and getattr(model, "main_input_name", "input_ids") == "input_ids":
         return made | ({"use_cache": False} if "use_cache" in accepted else {})
     named = getattr(model, "dummy_inputs", None)

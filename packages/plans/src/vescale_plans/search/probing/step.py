@@ -5,9 +5,10 @@ The model runs forward and backward on meta tensors. What autograd saves passes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_trace.values import map_tensors, tensors_in
 
+from ..._calls.meanwhile import meanwhile
 from ..._dry.meta_attention import fused, repeated
 from ..._dry.meter import Meter
 from .blocks import LISTS
@@ -41,13 +43,13 @@ class _Written(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Tensor, shape: tuple[int, ...], log: _Log) -> Tensor:
         ctx.log = log
-        with log.writing():
+        with meanwhile(log, writing=True):
             ctx.save_for_backward(made.new_empty(shape, dtype=torch.float32))
         return made.view_as(made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        with ctx.log.writing():
+        with meanwhile(ctx.log, writing=True):
             [torch.empty_like(*ctx.saved_tensors) for _ in range(WRITTEN)]
         return grad, None, None
 
@@ -67,11 +69,8 @@ class _Fused(TorchFunctionMode):
         return _Written.apply(made, (*query.shape[:3], key.shape[2]), self._log)
 
     def _repeat(self, shared: Tensor, heads: int) -> Tensor:
-        self._log.repeating = heads
-        try:
+        with meanwhile(self._log, repeating=heads):
             return repeated(shared, heads)
-        finally:
-            self._log.repeating = 0
 
 
 @dataclass
@@ -101,7 +100,8 @@ class _Log(Meter):
         self.items: list[Item] = []
         self.at: dict[int, int] = {}
         self.now = 0
-        self.inside, self.repeating, self._writing = False, 0, False
+        self.inside, self.repeating = False, 0
+        self.writing = False  # whether tensors that appear are scores, split as attention's inputs are
         self._weights, self._tables, self._mark = split, {tuple(shape) for shape in split.values()}, False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -126,22 +126,13 @@ class _Log(Meter):
                 self._item(grad).repeated = self._item(given).repeated
         return made
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Takes tensors that appear meanwhile for scores, split as attention's inputs are."""
-        self._writing = True
-        try:
-            yield
-        finally:
-            self._writing = False
-
     def _item(self, tensor: Tensor) -> Item:
         return self.items[self.at[tensor.untyped_storage()._cdata]]
 
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)
         self.at[key] = len(self.items)
-        self.items.append(Item(size, self.now, self._mark, self.inside, False, self.repeating, self._writing))
+        self.items.append(Item(size, self.now, self._mark, self.inside, False, self.repeating, self.writing))
         self.now += 1
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -212,9 +203,7 @@ class Step:
 
         def enter(_, args, kwargs):
             self.spans[name] = [log.now, -1, -1, -1]
-            entered = first_tensor((args, kwargs))
-            if entered is not None and entered.requires_grad:
-                entered.register_hook(lambda _: self._set(name, 3))
+            _on_gradient((args, kwargs), lambda: self._set(name, 3))
 
         def leave(_, args, output):
             self._set(name, 1)
@@ -226,25 +215,15 @@ class Step:
 
     def _around(self, module: nn.Module) -> tuple:
         """Notes what is made between a module's input and its output, in both directions."""
-        log = self.log
-
-        def begin(*_) -> None:
-            log.inside = True
-
-        def end(*_) -> None:
-            log.inside = False
+        begin, end = (partial(setattr, self.log, "inside", now) for now in (True, False))
 
         def enter(_, args, kwargs):
-            entered = first_tensor((args, kwargs))
-            if entered is not None and entered.requires_grad:
-                entered.register_hook(end)
+            _on_gradient((args, kwargs), end)
             begin()
 
         def leave(_, args, output):
             end()
-            left = first_tensor(output)
-            if left is not None and left.requires_grad:
-                left.register_hook(begin)
+            _on_gradient(output, begin)
 
         return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
 
@@ -281,6 +260,13 @@ class Step:
         return tensor
 
 
+def _on_gradient(value: Any, call: Callable[[], None]) -> None:
+    """Calls when the gradient of the first tensor comes, if it is to have one."""
+    first = first_tensor(value)
+    if first is not None and first.requires_grad:
+        first.register_hook(lambda _: call())
+
+
 def _called(block: nn.Module, before: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules that a block may call: its children, and those of lists."""
     for name, child in block.named_children():
@@ -291,16 +277,11 @@ def _called(block: nn.Module, before: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _loss(output: Any) -> Tensor:
-    found = _floats(output)
-    for one in found:
-        if not one.ndim:
-            return one
-    first = found[0]
+    found = [one for one in tensors_in(output) if one.is_floating_point()]
+    first = next((one for one in found if not one.ndim), found[0])
+    if not first.ndim:
+        return first
     if first.ndim > 1:
         flat = first.flatten(0, -2).float()
         return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long))
     return first.float().square().mean()
-
-
-def _floats(value: Any) -> list[Tensor]:
-    return [one for one in tensors_in(value) if one.is_floating_point()]
