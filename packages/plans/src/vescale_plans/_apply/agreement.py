@@ -17,22 +17,21 @@ def check_same_plan(plan: Plan, device: str) -> None:
 
     Cost: one small all-gather over the world.
     """
-    plans_and_devices = gather((plan, device), "comparing the plans of all ranks")
-    everyone, devices = zip(*plans_and_devices)
-    for rank, theirs in enumerate(devices):
-        if theirs != devices[0]:
+    everyone = gather((plan, device), "comparing the plans of all ranks")
+    first, its_device = everyone[0]
+    for rank, (theirs, device) in enumerate(everyone):
+        if device != its_device:
             raise PlanError(
                 "parallelize",
                 f"the model of rank {rank} is on a different type of device than that of rank 0",
-                [f"rank 0 on {devices[0]}, rank {rank} on {theirs}"],
+                [f"rank 0 on {its_device}, rank {rank} on {device}"],
                 [("build the model on the same type of device on every rank", "")],
             )
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+        if theirs != first:
             raise PlanError(
                 "parallelize",
                 f"rank {rank} was given a different plan than rank 0",
-                str(everyone[0].diff(theirs)).splitlines(),
+                str(first.diff(theirs)).splitlines(),
                 [("make the plan from values that are equal on all ranks", "not from a rank, a host or a clock")],
             )
 

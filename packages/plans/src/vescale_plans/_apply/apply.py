@@ -212,13 +212,10 @@ def put_on(
         plan, device_mesh, finish = stages(plan, model, device_mesh)
         absent.mark(model)
         keep_stage_mesh(whole, device_mesh)
-    names = (
-        fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks, fitted.policies,
-    )  # fmt: skip
-    recipe = Recipe(plan, device_mesh, *names, experts, loss_fn)
+    recipe = Recipe(plan, device_mesh, fitted, experts, loss_fn)
     outside = is_outside(whole)
     if outside:
-        absent, finish, shards = Absent(model), _nothing, {}
+        absent, finish, shards = Absent(model), lambda: None, {}
         absent.take_all(model)
         sync = Outside(model, plan, world_size())
         object.__setattr__(model, "_vescale", Parallelized(recipe, sync, [], None, None))
@@ -231,10 +228,6 @@ def put_on(
             may_be_copied(model)
     model._vescale.whole, model._vescale.absent = whole, absent
     return absent, shards, finish
-
-
-def _nothing() -> None:
-    """There is nothing to finish."""
 
 
 @contextlib.contextmanager

@@ -72,8 +72,7 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if args and isinstance(args[0], Tensor):
                 return (convert_input(args[0]), *args[1:]), kwargs
-            args, kwargs = map_first((args, kwargs), convert_input)
-            return args, kwargs
+            return map_first((args, kwargs), convert_input)
 
         add_step(module, "boundary", before=enter)
     if boundary.arguments:

@@ -39,6 +39,7 @@ from vescale_dtensor.engine import (
     mesh_of,
     on_device,
     sharded,
+    state_of,
 )
 from vescale_trace.in_step import FIRST, is_full, is_turn
 from vescale_trace.values import map_tensors, tensors_in
@@ -151,7 +152,7 @@ class RootBoundary:
         made = distributed(tensor.detach(), self._mesh, self._cuts, lengths)  # no view, which would hold the tensor
         before = self._entered.get(tensor)
         with local_only():
-            if before is not None and before._layout is made._layout and _lies_like(before, made):
+            if before is not None and before._layout is made._layout and _place(before) == _place(made):
                 forget(before)
                 return before
             if made.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
@@ -164,10 +165,8 @@ class RootBoundary:
         if type(tensor) is not DTensor or dim is None or tensor._layout.states[axis] is not sharded(dim):
             return tensor
         layout = tensor._layout
-        placements = list(layout.placements)
-        placements[axis] = self._cuts.sequence_placement(dim, layout.shape[dim])
-        states = canonical_states("batch", placements, self._mesh, layout.shape)
-        states = [state if at == axis else layout.states[at] for at, state in enumerate(states)]
+        dealt = state_of(self._cuts.sequence_placement(dim, layout.shape[dim]))
+        states = [dealt if at == axis else state for at, state in enumerate(layout.states)]
         return convert(tensor, layout.with_states(states), "batch (zigzag)")
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -179,14 +178,8 @@ class RootBoundary:
         return map_tensors(output, _reduced_number)
 
 
-def _lies_like(one: Tensor, other: Tensor) -> bool:
-    """True if both are the same memory."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
-        one.data_ptr(),
-        one.shape,
-        one.stride(),
-        one.dtype,
-    ) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+def _place(tensor: Tensor) -> tuple:
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def spread(batch: Any, mesh: Mesh, cuts: Cuts) -> Any:

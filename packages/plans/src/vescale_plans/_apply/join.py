@@ -56,11 +56,14 @@ def join() -> None:
     Raises MeshError, on all ranks of a machine alike,
     when it has fewer devices than ranks.
     """
-    if dist.is_initialized():
-        tell_endings()
-        watch_for_hangs()
-        hook_breakpoints()
-        return
+    if not dist.is_initialized():
+        _join()
+    tell_endings()
+    watch_for_hangs()
+    hook_breakpoints()
+
+
+def _join() -> None:
     device = accelerator()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -80,9 +83,6 @@ def join() -> None:
         global _ending
         _ending = _Ending()
     atexit.register(leave)
-    tell_endings()
-    watch_for_hangs()
-    hook_breakpoints()
 
 
 def is_fake() -> bool:
@@ -123,7 +123,7 @@ def leave() -> None:
     ending, _ending = _ending or _Ending(), None
     until = time.monotonic() + TIMEOUT.total_seconds()
     if not raised_here():
-        ending.begin()
+        ending.told.set()
     while ending.is_under_way() and time.monotonic() < until and not raised_anywhere():
         ending.join(LOOK_S)
     if raised_here() or ending.is_under_way():
@@ -135,30 +135,24 @@ def leave() -> None:
             ending.join(_COMES_BACK_S)
 
 
-class _Ending:
+class _Ending(threading.Thread):
     """A thread that ends the process groups when it is told to: it waits for good where a collective is in flight.
 
     It stands ready from the time of joining, for a Python that ends starts no thread any more.
     """
 
     def __init__(self) -> None:
-        self._told = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vescale-leave", daemon=True)
-        self._thread.start()
+        super().__init__(name="vescale-leave", daemon=True)
+        self.told = threading.Event()
+        self.start()
 
-    def _run(self) -> None:
-        self._told.wait()
+    def run(self) -> None:
+        self.told.wait()
         with contextlib.suppress(RuntimeError, ValueError):  # what was aborted
             dist.destroy_process_group()
 
-    def begin(self) -> None:
-        self._told.set()
-
     def is_under_way(self) -> bool:
-        return self._told.is_set() and self._thread.is_alive()
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
+        return self.told.is_set() and self.is_alive()
 
 
 _ending: _Ending | None = None  # of the world that was joined, where its groups are no gloo's
@@ -223,9 +217,8 @@ def make_mesh(plan: PlanFields, *, of_first: bool = False) -> DeviceMesh:
     """
     world = dist.get_world_size()
     sizes = tuple(plan.mesh.values())
-    if world > plan.world_size and of_first:
-        return _known(plan, sizes) or _kept(plan, sizes, _mesh_of_first(plan, sizes))
-    if world != plan.world_size:
+    is_part = world > plan.world_size and of_first
+    if world != plan.world_size and not is_part:
         if world != 1 or "RANK" in os.environ:
             described = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
             raise MeshError(
@@ -238,8 +231,10 @@ def make_mesh(plan: PlanFields, *, of_first: bool = False) -> DeviceMesh:
                 ],
             )
         sizes = (1,) * len(sizes)
-    mesh = _known(plan, sizes)
-    return mesh or _kept(plan, sizes, init_device_mesh(device_type(), sizes, mesh_dim_names=tuple(plan.mesh)))
+    if (key := _key(plan, sizes)) not in _meshes:
+        made = _mesh_of_first(plan, sizes) if is_part else None
+        _meshes[key] = made or init_device_mesh(device_type(), sizes, mesh_dim_names=tuple(plan.mesh))
+    return _meshes[key]
 
 
 def _mesh_of_first(plan: PlanFields, sizes: tuple[int, ...]) -> DeviceMesh:
@@ -253,14 +248,8 @@ def _mesh_of_first(plan: PlanFields, sizes: tuple[int, ...]) -> DeviceMesh:
     return mesh
 
 
-def _known(plan: PlanFields, sizes: tuple[int, ...]) -> DeviceMesh | None:
-    wanted = (dist.group.WORLD, device_type(), tuple(plan.mesh), sizes)
-    return next((mesh for known, mesh in _meshes if known == wanted), None)
-
-
-def _kept(plan: PlanFields, sizes: tuple[int, ...], mesh: DeviceMesh) -> DeviceMesh:
-    _meshes.append(((dist.group.WORLD, device_type(), tuple(plan.mesh), sizes), mesh))
-    return mesh
+def _key(plan: PlanFields, sizes: tuple[int, ...]) -> tuple:
+    return dist.group.WORLD, device_type(), tuple(plan.mesh), sizes
 
 
 def own_rank() -> int:
@@ -316,7 +305,7 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-_meshes: list[tuple[tuple, DeviceMesh]] = []
+_meshes: dict[tuple, DeviceMesh] = {}
 
 
 def tensor_mesh(plan: PlanFields) -> DeviceMesh:
@@ -324,7 +313,7 @@ def tensor_mesh(plan: PlanFields) -> DeviceMesh:
 
     Raises PlanError under a pipeline before `parallelize` has made the stages.
     """
-    device_mesh = _known(plan, tuple(plan.mesh.values())) or make_mesh(plan)
+    device_mesh = _meshes.get(_key(plan, tuple(plan.mesh.values()))) or make_mesh(plan)
     if plan.pipeline is None:
         return device_mesh
     mesh = _stages.get((id(device_mesh), plan.pipeline.axis))

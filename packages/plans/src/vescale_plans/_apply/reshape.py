@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ def reshape(
         await_first(held.whole)
     with together("checking the plan"):
         _check(model, held, optimizers, plan, stages)
-        with _all_shown(held):
+        with contextlib.nullcontext() if held.absent is None else held.absent.shown():
             fitted = fit(plan, model)
             experts = find_experts(plan, model, fitted.experts)
             placed = place_experts(plan, model, experts, fitted.parameters)
@@ -86,7 +86,7 @@ def reshape(
     everyone = [told] if is_known else gather(told, "telling what ranks hold")
     _take_off(model, held)
     hooks, memory = held.sync.leave()
-    united = _united(everyone)
+    united = {name: one for rank in reversed(everyone) for name, one in rank.parameters.items()}  # the lowest's
     with together("sharding the model"):
         for one in optimizers:
             take_gone_in(one)
@@ -179,8 +179,9 @@ class _Held:
         buffers = {name: _shape_of(one, DTensor) for name, one in self._model.named_buffers() if name not in lacking}
         numbers = None
         if own_rank() == 0:
-            groups = [[_options(group) for group in one.param_groups] for one in self._optimizers]
-            numbers = random_states(), groups
+            options = [[{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]
+                       for one in self._optimizers]  # fmt: skip
+            numbers = random_states(), options
         return Rank(parameters, buffers, lacking, numbers)
 
 
@@ -222,15 +223,6 @@ def _shape_of(tensor: Tensor, kind: type = Tensor) -> Tensor:
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _united(everyone: Sequence[Rank]) -> dict[str, Told]:
-    """Of each parameter what the lowest rank that holds a part of it tells."""
-    return {name: told for rank in reversed(everyone) for name, told in rank.parameters.items()}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _take_numbers(numbers: tuple[list[Tensor], list[list[dict[str, Any]]]], optimizers: Sequence[Any]) -> None:
     """This rank has run nothing since the plan that left it out: its generators, and what schedulers set in groups,
     are those of rank 0."""
@@ -260,12 +252,6 @@ def _add_buffers(
             if own.shape != told.shape or own.dtype is not told.dtype:
                 own = module._buffers[leaf] = torch.empty_like(told, device=own.device)
             target[_key("buffer", name)] = own
-
-
-@contextlib.contextmanager
-def _all_shown(held: Parallelized) -> Iterator[None]:
-    with contextlib.nullcontext() if held.absent is None else held.absent.shown():
-        yield
 
 
 def _take_off(model: nn.Module, held: Parallelized) -> None:

@@ -268,10 +268,6 @@ class Hook(NamedTuple):
     key: int  # in torch's tables of the module
     step: Step | None = None
 
-    @property
-    def is_ours(self) -> bool:
-        return is_ours(self.call)
-
 
 def hooks_before(module: nn.Module) -> list[Hook]:
     """Returns the module's own hooks in the order of a call, ours step by step."""

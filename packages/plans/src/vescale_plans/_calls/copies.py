@@ -29,10 +29,6 @@ class _Written(NamedTuple):
     version: int  # of the copy before the forward
     kind: type  # of the copy then: in a pipeline it may become what stands for another stage's result
 
-    @property
-    def is_changed(self) -> bool:
-        return type(self.copy) is not self.kind or version_of(self.copy) != self.version
-
 
 class Copies:
     """Ends a call. Each container and each tensor is written to only where its copy was.
@@ -67,9 +63,10 @@ class Copies:
     def give_back(self) -> None:
         """Writes back, at the end of a call."""
         with DisableTorchFunction():  # a pipeline's dry run must not see it
-            changed = [each for each in self._tensors if each.is_changed]
-        for each in changed:
-            _write(each.own, each.copy)
+            changed = [(own, copy) for own, copy, version, kind in self._tensors
+                       if type(copy) is not kind or version_of(copy) != version]  # fmt: skip
+        for own, copy in changed:
+            _write(own, copy)
         self._change_containers()
 
     def after(self, *call: Any) -> None:

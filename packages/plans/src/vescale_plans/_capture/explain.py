@@ -37,7 +37,7 @@ class Regions:
         self._between: list[str] = []  # why some of what lies between regions is eager
         known: dict[tuple, Code] = {}
         for name, module in self._parts(model):
-            boundaries = model._vescale.recipe.below(name).boundaries
+            boundaries = model._vescale.recipe.below(name).fit.boundaries
             steps, own = Steps(module), id(module) if "forward" in module.__dict__ else 0
             kind = (*map(type, module.modules()), *steps.kind, repr(boundaries), own)
             self.regions.append(Captured(module, mesh, backend, known.setdefault(kind, Code()), steps))

@@ -32,6 +32,7 @@ from vescale_dtensor.engine import Mesh, attach, local_only
 from vescale_trace.values import map_tensors, tensors_in
 
 from .._calls.alone import Alone, State
+from .._calls.meanwhile import meanwhile
 from .._torch_private import compiler_errors
 from .code import Code, Run
 from .mode import watcher
@@ -90,12 +91,8 @@ class Captured(Alone):
         return self.forward if self.last else partial(self._again, self.used)
 
     def _again(self, shards: Shards | None, *args: Any, **kwargs: Any) -> Any:
-        with self.code.lock:
-            self.same = shards
-            try:
-                return self._called(args, kwargs, again=True)
-            finally:
-                self.same = None
+        with self.code.lock, meanwhile(self, same=shards):
+            return self._called(args, kwargs, again=True)
 
     def _called(self, args: tuple, kwargs: dict, again: bool = False) -> Any:
         why = "" if again else watcher(self._is_checkpointed) or self.steps.watched()
@@ -143,12 +140,8 @@ class Captured(Alone):
         self.steps.put()
         self._stand_ins.put()
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
-        outer, code.running = code.running, self
-        try:
-            with code.settings:
-                out = code.guarded(self.module, *args, **kwargs)
-        finally:
-            code.running = outer
+        with code.settings, meanwhile(code, running=self):
+            out = code.guarded(self.module, *args, **kwargs)
         if self._made is None and any(id(tensor) not in self._real for tensor in tensors_in(out)):
             raise Refused("the compiler leaves it to Python")
         return self._distributed(out)

@@ -45,17 +45,12 @@ def check_compiler(device_type: str) -> None:
     otherwise end the training in the middle of a backward."""
     missing = missing_compiler(device_type)
     if missing is not None:
+        which = "g++, or the one that the environment variable CXX names" if "C++" in missing else ""
         raise PlanError(
             "parallelize",
             f"inductor generates code for {device_type}, and finds no {missing.removeprefix('a ')} here",
             (),
-            [
-                (
-                    f"install {missing}",
-                    "g++, or the one that the environment variable CXX names" if "C++" in missing else "",
-                ),
-                ('mode="eager"', "the same results, not compiled"),
-            ],
+            [(f"install {missing}", which), ('mode="eager"', "the same results, not compiled")],
         )
 
 

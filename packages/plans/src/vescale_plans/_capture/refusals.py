@@ -29,7 +29,8 @@ def check_traced(tensors: Sequence[fx.Node]) -> None:
     """
     effects = traced_output().side_effects
     for one in effects.id_to_variable.values():
-        if _is_old(one) and effects.is_modified(one) and not _is_put_back(one, effects):
+        is_old = type(one.mutation_type).__name__.endswith("Existing")  # older than the call
+        if is_old and effects.is_modified(one) and not _is_put_back(one, effects):
             raise Refused(f"it changes what outlives its call: {_name_of(one.source, type(one).__name__)}")
     if effects.tensor_hooks:
         raise Refused("it hooks a tensor")
@@ -39,7 +40,8 @@ def check_traced(tensors: Sequence[fx.Node]) -> None:
         is_written = isinstance(value, Tensor) and value._version  # `.data` counts its own
         if is_written and (given := memory.get(value.untyped_storage()._cdata)) is not None:
             raise Refused(f"it writes in place to {_named(given)}")
-        if one.kwargs.get("use_reentrant") and not any(map(_trains, one.args[1:2])):
+        entering = one.args[1:2] if one.kwargs.get("use_reentrant") else None
+        if entering is not None and not any(getattr(_value_of(each), "requires_grad", False) for each in entering):
             raise Refused("a reentrant checkpoint is given no gradient, and gives none, which the compiler's does")
     names = [guard.name for guard in TracingContext.get().guards_context.dynamo_guards]
     if remembered := [name for name in names if name.endswith(".__wrapped__")]:
@@ -54,18 +56,9 @@ def _value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _trains(node: fx.Node) -> bool:
-    return getattr(_value_of(node), "requires_grad", False)
-
-
 def is_read(value: object) -> bool:
     """True if the code that is traced came to an object."""
     return id(value) in traced_output().side_effects.id_to_variable
-
-
-def _is_old(variable: Any) -> bool:
-    """True if an object is older than the call."""
-    return type(variable.mutation_type).__name__.endswith("Existing")
 
 
 def _is_put_back(variable: Any, effects: Any) -> bool:

@@ -35,7 +35,6 @@ class Beside:
         self._found: dict[bool, list[str]] = {True: [], False: []}
         self._tokens: Tensor | None = None
         self._passed = False
-        self.enabled = True
         if self._candidates():
             add_step(block, "beside", self._enter, self._leave)
 
@@ -48,8 +47,9 @@ class Beside:
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         self._tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         self._passed = False
-        if not self.enabled or self._tokens is None or _is_recomputed():
+        if _top_saved_tensors_default_hooks(True) is not None:  # a checkpoint: tensors are saved in one order
             self._tokens = None
+        if self._tokens is None:
             return
         self._held = self._candidates()
         if self._watching[block.training] > 0:
@@ -120,8 +120,3 @@ class _Done:
 def _version(tensor: Tensor) -> int:
     with local_only():
         return tensor._version
-
-
-def _is_recomputed() -> bool:
-    """Under a checkpoint the order in which tensors are saved must be the same in every pass."""
-    return _top_saved_tensors_default_hooks(True) is not None

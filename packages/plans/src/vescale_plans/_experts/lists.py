@@ -167,7 +167,8 @@ class ListBoundary:
         if key not in self._gives:
             if not self._gives:
                 self._say()
-            told = fold_objects(given.dtype if given is not None else None, _first, self.mesh)
+            own = None if given is None else given.dtype
+            told = fold_objects(own, lambda said: next(filter(None, said), None), self.mesh)
             if told is None:  # the expert is at fault, or in a dry run another rank's
                 return rows.dtype
             self._gives[key] = told
@@ -296,10 +297,6 @@ def _with(states: tuple[State, ...], axes: set[int], other: State) -> tuple[Stat
 
 def _merged(said: list[tuple[dict, dict]]) -> tuple[dict, dict]:
     return tuple({name: value for part in parts for name, value in part.items()} for parts in zip(*said))
-
-
-def _first(said: list) -> Any:
-    return next((one for one in said if one is not None), None)
 
 
 def _put(module: nn.Module, key: str, value: Any) -> None:

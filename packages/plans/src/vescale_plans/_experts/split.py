@@ -37,31 +37,28 @@ def split_axes(
 
 def refuse_unsplit(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
     """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
-    if not whole:
-        return
-    axis = mesh.names[next(iter(whole.values()))[0]]
-    raise PlanError(
-        name,
-        f"over axis {axis!r} its experts are split inside, but {', '.join(whole)} is not: the experts do more with it "
-        "than add it to their result, so each rank's part of the sum cannot be known",
-        [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
-        [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
-    )
+    if whole:
+        axis = mesh.names[next(iter(whole.values()))[0]]
+        why = f"but {', '.join(whole)} is not: the experts do more with it than add it to their result, so each rank's "
+        raise _refused(name, axis, f"{why}part of the sum cannot be known", dict(parameters))
 
 
 def refuse_split(
     name: str, mesh: Mesh, split: frozenset[int], held: Mapping[str, DTensor | None], problem: str
 ) -> None:
     """Raises PlanError: experts cannot be split inside as they are."""
-    axis = mesh.names[min(split)]
-    raise PlanError(
+    remedy = ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike")
+    raise _refused(name, mesh.names[min(split)], f"and {problem}", held, remedy)
+
+
+def _refused(
+    name: str, axis: str, why: str, parameters: Mapping[str, DTensor | None], *remedies: tuple[str, str]
+) -> PlanError:
+    return PlanError(
         name,
-        f"over axis {axis!r} its experts are split inside, and {problem}",
-        [f"{key}  {list(one.mesh_layout.states)}" for key, one in held.items() if one is not None],
-        [
-            ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike"),
-            (f"leave {axis!r} out of the placements of its parameters", "experts are whole there"),
-        ],
+        f"over axis {axis!r} its experts are split inside, {why}",
+        [f"{key}  {list(one.mesh_layout.states)}" for key, one in parameters.items() if one is not None],
+        [*remedies, (f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -181,10 +181,9 @@ def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: 
         own = {f"{module}.{leaf}": Shard(0) for leaf, parameter in leaves if parameter.shape[:1] == (count,)}
         added.update(_placed(plan, module, count, own, placed))
     for module, count in experts.listed.items():
-        ranks = plan.mesh[plan.expert_axis]
-        own = {}
-        for member, rank in enumerate(owners_of(count, ranks)):
-            units = tuple(int(each == rank) for each in range(ranks))
+        own, ranks = {}, plan.mesh[plan.expert_axis]
+        for member in range(count):  # whole, as torch.chunk cuts them
+            units = tuple(int(each == member // -(-count // ranks)) for each in range(ranks))
             for leaf, parameter in model.get_submodule(f"{module}.{member}").named_parameters():
                 if not parameter.ndim:
                     raise PlanError(
@@ -233,9 +232,3 @@ def _check_enough(plan: PlanFields, name: str, count: int) -> None:
 def _ranks_used(count: int, ranks: int) -> int:
     """Returns how many of `ranks` get something when torch.chunk cuts `count`."""
     return -(-count // -(-count // ranks))
-
-
-def owners_of(count: int, ranks: int) -> Iterator[int]:
-    """The rank that holds each of `count` experts, as torch.chunk cuts them."""
-    chunk = -(-count // ranks)
-    return (expert // chunk for expert in range(count))

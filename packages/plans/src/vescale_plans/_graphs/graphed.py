@@ -177,7 +177,7 @@ class Graphed:
         elif changed:
             known.refused = f"it changes {changed} on the host, where a graph changes nothing{_REMEDY}"
         else:
-            known.refused = draws.refused(any(root.recipe.checkpointed for root in self._held))
+            known.refused = draws.refused(any(root.recipe.fit.checkpointed for root in self._held))
         known.state = "watched"
         return out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from vescale_dtensor.engine import canonical_states, first_apart, layout_of, mesh_of
+from vescale_trace.text import shown
 from vescale_trace.values import leaves, tensors_in
 
 from .._apply.join import join, make_mesh
@@ -55,8 +56,8 @@ class Cut:
         """Raises PlanError, on all ranks alike, when ranks hold other values. Cost: a small all-gather."""
         apart = first_apart(value, self.mesh)
         if apart is not None:
-            shown = [f"rank {rank}  {_short(said)}" for rank, said in ((0, apart.first), (apart.rank, apart.value))]
-            raise PlanError("vescale.loader", f"ranks 0 and {apart.rank} of {self.mesh} {what}", shown, remedies)
+            said = [f"rank {rank}  {shown(one)}" for rank, one in ((0, apart.first), (apart.rank, apart.value))]
+            raise PlanError("vescale.loader", f"ranks 0 and {apart.rank} of {self.mesh} {what}", said, remedies)
 
     def joined(self, batch: Any) -> Any:
         """The batch of which every rank has collated its rows, as DTensors. Cost: a small all-gather of shapes."""
@@ -71,12 +72,12 @@ class Cut:
         apart = first_apart(tuple(tuple(one.shape[1:]) for one in tensors), self.mesh)
         if apart is not None:
             at = next((i for i, (a, b) in enumerate(zip(apart.first, apart.value)) if a != b), 0)
-            shown = [(rank, said) for rank, said in ((0, apart.first), (apart.rank, apart.value)) if at < len(said)]
+            told = [(rank, said) for rank, said in ((0, apart.first), (apart.rank, apart.value)) if at < len(said)]
             raise PlanError(
                 "vescale.loader",
                 f"rows of one batch have other shapes on ranks 0 and {apart.rank} of {self.mesh}: on one device the "
                 "collate function would see all of them",
-                [f"rank {rank}  tensor {at}: {list(said[at])} per row" for rank, said in shown],
+                [f"rank {rank}  tensor {at}: {list(said[at])} per row" for rank, said in told],
                 [
                     ("vescale.loader(loader, plan, parts=False)", "every rank collates whole batches"),
                     ("pad all samples to one length", ""),
@@ -86,8 +87,3 @@ class Cut:
 
 
 Collate = Callable[[list], Any]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

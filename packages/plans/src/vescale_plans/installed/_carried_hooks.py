@@ -12,16 +12,12 @@ Hooks = tuple[dict[int, Callable] | None, dict[int, Callable] | None]
 """Hooks of a gradient that is computed, and that was accumulated, by the numbers of their handles."""
 
 
-def hooks_of(parameter: nn.Parameter) -> Hooks:
-    """The hooks that users put on the parameter."""
+def take_hooks(parameter: nn.Parameter) -> Hooks:
+    """The hooks that users put on the parameter, which has none any more."""
     with local_only():
-        return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-def take_hooks(parameter: nn.Parameter) -> None:
-    """The object has no hooks any more."""
-    with local_only():
+        hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+    return hooks
 
 
 def carry_hooks(hooks: Hooks, shard: nn.Parameter) -> None:

@@ -24,11 +24,12 @@ from .._experts.experts import ExpertsBoundary
 from .._experts.lists import ListBoundary
 from .._experts.structure import Experts
 from .._plan.least import Reads, cutting_axes, least_collectives, open_sums
+from .._plan.validate import Fit
 from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.sharded_parameter import Sharing
 from .._zero.zero import DataParallel
-from ..plan import Boundary, Plan, PlanError, Policy
+from ..plan import Plan, PlanError, Policy
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,7 @@ class Recipe:
 
     plan: Plan
     device_mesh: DeviceMesh
-    boundaries: Mapping[str, Boundary]
-    checkpointed: tuple[str, ...]
-    regathered: Mapping[str, bool]
-    offloaded: Mapping[str, bool]
-    blocks: Mapping[str, int]
-    policies: Mapping[str, Policy]
+    fit: Fit
     experts: Experts
     loss_fn: LossFn | None = None
 
@@ -51,13 +47,13 @@ class Recipe:
         if not name:
             return self
         experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name), self.experts.axis)
-        checkpointed = tuple(_below(dict.fromkeys(self.checkpointed), name))
-        regathered, offloaded = (_inside(decided, name) for decided in (self.regathered, self.offloaded))
-        return replace(
-            self, boundaries=_below(self.boundaries, name), checkpointed=checkpointed, regathered=regathered,
-            offloaded=offloaded, blocks=_below(self.blocks, name), policies=_below(self.policies, name),
-            experts=experts, loss_fn=None,
+        said = self.fit
+        fit = replace(
+            said, boundaries=_below(said.boundaries, name), regathered=_inside(said.regathered, name),
+            offloaded=_inside(said.offloaded, name), blocks=_below(said.blocks, name),
+            policies=_below(said.policies, name), checkpointed=tuple(_below(dict.fromkeys(said.checkpointed), name)),
         )  # fmt: skip
+        return replace(self, fit=fit, experts=experts, loss_fn=None)
 
     def among(self, model: nn.Module) -> Recipe:
         """Returns the recipe of those of the modules that the model has still."""
@@ -66,11 +62,13 @@ class Recipe:
         def kept(named: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in named.items() if name in names}
 
-        return replace(
-            self, boundaries=kept(self.boundaries), checkpointed=tuple(kept(dict.fromkeys(self.checkpointed))),
-            regathered=kept(self.regathered), offloaded=kept(self.offloaded),
-            experts=Experts(kept(self.experts.stacked), kept(self.experts.listed), self.experts.axis),
+        said = self.fit
+        fit = replace(
+            said, boundaries=kept(said.boundaries), checkpointed=tuple(kept(dict.fromkeys(said.checkpointed))),
+            regathered=kept(said.regathered), offloaded=kept(said.offloaded),
         )  # fmt: skip
+        experts = Experts(kept(self.experts.stacked), kept(self.experts.listed), self.experts.axis)
+        return replace(self, fit=fit, experts=experts)
 
 
 def _below(named: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -114,10 +112,11 @@ class Parallelized:
 def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     """Puts all of it on the model, whose parameters are on the mesh already."""
     mesh, plan = mesh_of(recipe.device_mesh), recipe.plan
-    host = install_recompute(model, recipe.checkpointed, recipe.regathered, recipe.offloaded)
+    fit = recipe.fit
+    host = install_recompute(model, fit.checkpointed, fit.regathered, fit.offloaded)
     leave_caches_out(model)
     if recipe.device_mesh.size() > 1:  # on one rank all layouts are one: nothing is converted
-        for name, boundary in recipe.boundaries.items():
+        for name, boundary in fit.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
         install_scopes(model, [mesh.axis(name) for name in cutting_axes(plan)])
     boundaries = _of_experts(plan, model, recipe.experts, mesh)
@@ -129,8 +128,8 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
         MaskBoundary(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
-    own = {name: _sharing(plan, mesh, policy) for name, policy in recipe.policies.items()}
-    sync = DataParallel(model, _sharing(plan, mesh, Policy()), recipe.blocks, lists, own)
+    own = {name: _sharing(plan, mesh, policy) for name, policy in fit.policies.items()}
+    sync = DataParallel(model, _sharing(plan, mesh, Policy()), fit.blocks, lists, own)
     for experts in boundaries:
         _refuse_lowered(experts.name, model.get_submodule(experts.name), sync, mesh.axis(recipe.experts.axis))
     made = Parallelized(recipe, sync, boundaries, host, inputs)
@@ -147,7 +146,10 @@ def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> l
         more = {"block": _owner(model, name), "capacity": plan.capacity_factor, "needed": said}
         found.append(ExpertsBoundary(module, name, mesh, experts.axis, stack, **more))
     for name, count in experts.listed.items():
-        if name and _is_spread(model.get_submodule(name), mesh, mesh.axis(experts.axis)):
+        axis = mesh.axis(experts.axis)
+        states = [one.mesh_layout.states[axis] for one in model.get_submodule(name).parameters()]
+        # A plan may keep a list's experts whole: its block then computes as any module does. One rank has all.
+        if name and (mesh.sizes[axis] == 1 or all(state.is_sharded for state in states)):
             found.append(ListBoundary(_owner(model, name), name, count, mesh, experts.axis))
     return found
 
@@ -168,12 +170,6 @@ def _refuse_lowered(name: str, experts: nn.Module, sync: DataParallel, axis: int
 def _owner(model: nn.Module, name: str) -> nn.Module | None:
     """The module of which the one of that name is a child; None for the model."""
     return model.get_submodule(name.rpartition(".")[0]) if name else None
-
-
-def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
-    """A plan may keep the experts of a list whole: its block then computes as any module does. One rank has all."""
-    states = [parameter.mesh_layout.states[axis] for parameter in experts.parameters()]
-    return mesh.sizes[axis] == 1 or all(state.is_sharded for state in states)
 
 
 def _sharing(plan: Plan, mesh: Mesh, policy: Policy) -> Sharing:

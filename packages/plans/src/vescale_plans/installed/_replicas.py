@@ -48,7 +48,8 @@ class Replicas:
         sums |= flags
         kept = [flags | {name: sums[name] for name, one in held.items() if _copies(one, axis)}
                 for axis in range(self._mesh.ndim)]  # fmt: skip
-        odd = fold_objects(_odd(kept, [*flags, *held], self._mesh), _least, self._mesh)
+        found = _odd(kept, [*flags, *held], self._mesh)
+        odd = fold_objects(found, lambda said: min(filter(None, said), default=None), self._mesh)
         if odd is None:
             return
         _, other, axis, first = odd
@@ -118,10 +119,6 @@ def _odd(own: Sequence[dict[str, int]], names: Sequence[str], mesh: Mesh) -> tup
                 found.append((names.index(name), other, axis, first))
                 break
     return min(found, default=None)
-
-
-def _least(parts: list) -> tuple[int, int, int, int] | None:
-    return min((part for part in parts if part is not None), default=None)
 
 
 def _merged(parts: list[dict]) -> dict:

@@ -48,7 +48,7 @@ class FirstStep:
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         self._hooks[0].remove()
-        self._open.enter_context(watched(self._hear, _nothing))
+        self._open.enter_context(watched(self._hear, lambda event: None))
         self._open.callback(nn.modules.module.register_module_forward_pre_hook(self._count).remove)
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -64,7 +64,7 @@ class FirstStep:
         """Begins at the first gradient of what the model gave."""
         for hook in self._hooks:
             hook.remove()
-        self._open.enter_context(watched(self._hear, _nothing))
+        self._open.enter_context(watched(self._hear, lambda event: None))
         queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -100,7 +100,3 @@ class FirstStep:
             "vescale.comm_trace(model) as trace, then print(trace.advice())",
             "step" if backward else "forward", self._sent, least, partial,
         )  # fmt: skip
-
-
-def _nothing(event: Event) -> None:
-    """Nobody asks when a collective is done."""

@@ -35,24 +35,26 @@ _parallels: WeakSet[DataParallel] = WeakSet()
 def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises PlanError for an optimizer that holds none of the model's parameters, or is some model's already, or has
     states of full matrices."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = set(model.parameters())
-    if isinstance(optimizer, Sharded) or not any(parameter in own for parameter in held):
-        what = "is another parallelized model's" if isinstance(optimizer, Sharded) else "holds none of the model's"
-        raise PlanError(
-            "parallelize",
-            f"the {type(optimizer).__name__} that it is given {what} parameters",
-            [f"optimizer  {len(held)} parameters", f"model      {len(own)} parameters"],
-            [("lambda parameters: torch.optim.AdamW(parameters, ...)", "called with this model's parameters")],
-        )
+    if isinstance(optimizer, Sharded):
+        raise _refused("parallelize", optimizer, "is another parallelized model's parameters")
+    _check_held("parallelize", optimizer, set(model.parameters()).__contains__)
+
+
+def _check_held(operation: str, optimizer: torch.optim.Optimizer, is_own: Callable[[Tensor], bool]) -> None:
+    if not any(is_own(one) for group in optimizer.param_groups for one in group["params"]):
+        raise _refused(operation, optimizer, "holds none of the model's parameters")
     if type(optimizer) in MATRIX and optimizer.state:
-        raise PlanError(
-            "parallelize",
-            f"the {type(optimizer).__name__} that it is given already has states, of matrices that will each lie "
-            "on one rank",
-            [f"optimizer  {len(optimizer.state)} of {len(held)} parameters with a state"],
-            [("parallelize before the first step, then vescale.load", "a checkpoint's states go where they belong")],
-        )
+        raise _refused(operation, optimizer, "has states of full matrices, which will each lie on one rank")
+
+
+def _refused(operation: str, optimizer: torch.optim.Optimizer, what: str) -> PlanError:
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    return PlanError(
+        operation,
+        f"the {type(optimizer).__name__} {what}",
+        [f"optimizer  {held} parameters, {len(optimizer.state)} with a state"],
+        [("torch.optim.AdamW(model.parameters(), ...)", "of this model, before its first step")],
+    )
 
 
 def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataParallel) -> Any:
@@ -82,19 +84,9 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         raise PlanError("adopt", "the model is not parallelized", (), remedies)
     if isinstance(optimizer, Sharded) and optimizer._parallel is parallel.sync:
         return optimizer
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     elsewhere = {id(parameter) for parameter in model.parameters()} - names.keys()
-    own = [one for one in held if id(one) in elsewhere or parallel.sync.param_of(one) is not None]
-    of_matrices = type(optimizer) in MATRIX and optimizer.state
-    if of_matrices or not own:
-        what = "has states of full matrices" if of_matrices else "holds none of the model's parameters"
-        raise PlanError(
-            "adopt",
-            f"the {type(optimizer).__name__} {what}",
-            [f"optimizer  {len(held)} parameters, {len(optimizer.state)} with a state"],
-            [("adopt(model, torch.optim.AdamW(model.parameters(), ...))", "before its first step")],
-        )
+    _check_held("adopt", optimizer, lambda one: id(one) in elsewhere or parallel.sync.param_of(one) is not None)
     if elsewhere:
         leave_out(optimizer, lambda one: id(one) in elsewhere)
     return wrap(optimizer, parallel.sync, names)

@@ -17,7 +17,7 @@ from vescale_dtensor.engine import local_only
 
 from ..._plan.parts import PlanError
 from ..._torch_private import _swap_tensor_impl
-from ...installed._carried_hooks import Hooks, hooks_of, take_hooks
+from ...installed._carried_hooks import Hooks, take_hooks
 
 
 class Became:
@@ -29,8 +29,7 @@ class Became:
 
 def become(parameter: nn.Parameter, shard: nn.Parameter, name: str) -> Became:
     """Exchanges the two objects: `parameter` is the shard from now on, and `shard` what the parameter was."""
-    hooks = hooks_of(parameter)
-    take_hooks(parameter)
+    hooks = take_hooks(parameter)
     with local_only():
         if parameter.requires_grad and parameter._use_count() > 1:
             get_gradient_edge(parameter).node.register_prehook(_refused(name))

@@ -51,13 +51,8 @@ def check_unwrapped(model: nn.Module) -> None:
     key = composable_state_key()
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise PlanError(
-                "parallelize",
-                f"{name or 'the model'} is already compiled: it would run as it was compiled, without "
-                "shards",
-                (),
-                _NOT_COMPILED,
-            )
+            rule = f"{name or 'the model'} is already compiled: it would run as it was compiled, without shards"
+            raise PlanError("parallelize", rule, (), _NOT_COMPILED)
         applied = {function.__name__ for function in module.__dict__.get(key, ())} - _COMPOSES
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             applied.add(type(module).__name__)
@@ -82,6 +77,11 @@ def refuse_wrappers(model: nn.Module) -> None:
         module.__dict__[_TRACED] = _NotTraced(model)
 
 
+def _refuse_compile(*args: Any, **options: Any) -> NoReturn:
+    rule = "the model is parallelized, and a compiler does not see its shards"
+    raise PlanError("torch.compile", rule, (), _NOT_COMPILED)
+
+
 class _Applied(OrderedDict):
     """Composable functions that were applied to a module."""
 
@@ -102,16 +102,8 @@ class _NotCompiled:
     """The source a module was compiled from: torch.compile compares, or asks further, before it compiles."""
 
     __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        _refuse_compile()
-
-    def __call__(self) -> None:
-        _refuse_compile()
-
-    @property
-    def _torchdynamo_orig_callable(self) -> None:
-        _refuse_compile()
+    __eq__ = __call__ = _refuse_compile
+    _torchdynamo_orig_callable = property(_refuse_compile)
 
 
 class _NotTraced:
@@ -133,11 +125,6 @@ class _NotTraced:
                 _NOT_COMPILED_STEP,
             )
         return False
-
-
-def _refuse_compile(*args: Any, **options: Any) -> NoReturn:
-    rule = "the model is parallelized, and a compiler does not see its shards"
-    raise PlanError("torch.compile", rule, (), _NOT_COMPILED)
 
 
 def _refusal(what: str) -> PlanError:
