@@ -198,7 +198,7 @@ def _after(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
     """Times a collective that all ranks come to at once, each after it computed."""
     seconds = 0.0
     for _ in range(repeat):
-        given = None if probe.before is None else probe.before()
+        given = probe.before()
         stop()
         dist.barrier()
         began = time.perf_counter()
@@ -230,12 +230,6 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11 has the latter only
 
-    def communicate():
-        return gather(whole, part, async_op=True)
-
-    def alone() -> None:
-        communicate().wait()
-
     def compute(count: int) -> None:
         for _ in range(count):
             square @ square
@@ -249,16 +243,15 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
         return time.perf_counter() - began
 
     def both(count: int) -> None:
-        work = communicate()
+        work = gather(whole, part, async_op=True)
         compute(count)
         work.wait()
 
-    alone()
-    compute(1)
-    agreed = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
+    both(1)
+    agreed = torch.tensor([max(1, round(timed(both, 0) / max(1e-6, timed(compute, 1))))], device=here)
     dist.broadcast(agreed, 0)
     count = int(agreed.item())
-    taken = [(timed(alone), timed(compute, count), timed(both, count)) for _ in range(BESIDE * rounds)]
+    taken = [(timed(both, 0), timed(compute, count), timed(both, count)) for _ in range(BESIDE * rounds)]
     communication, computation, together = (median(times) for times in zip(*taken))
     share = (communication + computation - together) / min(communication, computation)
     return min(1.0, max(-1.0, share))

@@ -54,7 +54,8 @@ def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Compa
         (step, ours), (_, theirs) = a, b
         steps += 1
         alone += [place_name(step, place) for place in (*ours, *theirs) if not (place in ours and place in theirs)]
-        for place in sorted((place for place in ours if place in theirs), key=_phase_and_call):
+        both = (place for place in ours if place in theirs)
+        for place in sorted(both, key=lambda place: (_PHASES.index(place[0]), place[2])):
             places += 1
             why = why_apart(ours[place], theirs[place], rtol)
             if why:
@@ -113,10 +114,6 @@ class Comparison:
 def _described(entry: Mapping[str, Any]) -> str:
     shape = ", ".join(map(str, entry["shape"]))
     return f"{entry['dtype']}[{shape}]  digest {entry['digest']}  norm {entry['norm']:.9g}"
-
-
-def _phase_and_call(place: Place) -> tuple[int, int]:
-    return _PHASES.index(place[0]), place[2]
 
 
 def _steps(folder: Path) -> Iterator[tuple[int, dict[Place, dict[str, Any]]]]:

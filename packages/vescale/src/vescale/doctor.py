@@ -167,7 +167,7 @@ def backends() -> Iterator[Finding]:
         yield Finding("gloo", GOOD, "available")
     if torch.cuda.is_available():
         if dist.is_nccl_available():
-            yield Finding("nccl", GOOD, _dotted(torch.cuda.nccl.version()))
+            yield Finding("nccl", GOOD, ".".join(map(str, torch.cuda.nccl.version())))
         else:
             yield Finding("nccl", BAD, "there are GPUs, and torch was built without it", "a build of torch for CUDA")
 
@@ -319,12 +319,5 @@ def between_ranks() -> Iterator[Finding]:
 
 
 def _ranges(ranks: list[int]) -> str:
-    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1 else _commas(ranks)
-
-
-def _commas(values: Iterable[int]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _dotted(version: Iterable[int]) -> str:
-    return ".".join(map(str, version))
+    is_run = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}-{ranks[-1]}" if is_run else ", ".join(map(str, ranks))

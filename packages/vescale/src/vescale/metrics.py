@@ -18,6 +18,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,7 +100,7 @@ class JSONLines:
             kept = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
             self.path.write_text("".join(line for line in kept if _step_of(line) < step.step))
             self._file = self.path.open("a")
-        values = {name: one if not _is_odd(one) else None for name, one in step.as_dict().items()}
+        values = {name: one if one is not None and math.isfinite(one) else None for name, one in step.as_dict().items()}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
@@ -222,11 +223,9 @@ def metrics(
     meter = Meter(model, tuple(writers), every, start, flops_per_token, peak_flops)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(meter._begins, meter._ends))
-        handles = [meter._watch_calls()]
+        stack.callback(meter._watch_calls())
         if optimizer is not None:
-            handles.append(optimizer.register_step_pre_hook(meter._stepping))
-        for handle in handles:
-            stack.callback(handle.remove)
+            stack.callback(optimizer.register_step_pre_hook(meter._stepping).remove)
         for writer in meter.writers:
             stack.callback(writer.close)
         yield meter
@@ -266,10 +265,10 @@ class Meter:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._start
-        speed = self._tokens / seconds
+        speed, ranks = self._tokens / seconds, dist.get_world_size() if dist.is_initialized() else 1
         found = Step(
             self._steps, None if loss is None else float(loss), None if self._norm is None else float(self._norm),
-            self._tokens, seconds, speed, self._peak and speed * self._flops / (self._peak * _world()),
+            self._tokens, seconds, speed, self._peak and speed * self._flops / (self._peak * ranks),
             _memory(self._device), min(self._waited / seconds, 1.0),
         )  # fmt: skip
         for writer in self.writers:
@@ -280,19 +279,19 @@ class Meter:
     def _reset(self) -> None:
         self._start, self._tokens, self._told, self._waited, self._norm = time.perf_counter(), 0, 0, 0.0, None
 
-    def _watch_calls(self) -> Any:
+    def _watch_calls(self) -> Callable[[], Any]:
         """Installs the hook on calls; returns what removes it again. Of a pipeline hooks see each microbatch, so that
         its call itself is watched."""
         run = self._model.__dict__.get("_call_impl")
         if not isinstance(run, Runtime):
-            return self._model.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True)
+            return self._model.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True).remove
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._entered(self._model, args, kwargs)
             return run(*args, **kwargs)
 
         self._model.__dict__["_call_impl"] = counted
-        return _Restored(self._model, run)
+        return partial(self._model.__dict__.__setitem__, "_call_impl", run)
 
     def _entered(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         if _current_graph_task_id() != -1:
@@ -316,16 +315,6 @@ class Meter:
         start = self._begun.pop(id(event), None)
         if start is not None:
             self._waited += time.perf_counter() - start
-
-
-class _Restored:
-    """A pipeline's own call, put back by `remove`."""
-
-    def __init__(self, model: nn.Module, run: Any) -> None:
-        self._model, self._run = model, run
-
-    def remove(self) -> None:
-        self._model.__dict__["_call_impl"] = self._run
 
 
 def _flops_per_token(model: nn.Module) -> float:
@@ -375,14 +364,6 @@ def _known(step: Step) -> dict[str, float]:
     return {name: one for name, one in step.as_dict().items() if one is not None and name != "step"}
 
 
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
 def is_first() -> bool:
     """True on the rank that writes for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

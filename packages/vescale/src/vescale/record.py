@@ -221,7 +221,8 @@ class Recorder:
             kept = None
             if any(fnmatchcase(place_name(self._step, place), glob) for glob in self._keep):
                 indices = [index.cpu() for _, index in flat_indices(boxes, shape, 1, tensor.device)]
-                kept = (torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64)), _copy(tensor)
+                at = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64)
+                kept = at, tensor.cpu().reshape(-1).clone()
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._noted[place] = (part, dtype, shape, measure(tensor, boxes, shape), kept)
 
@@ -330,10 +331,6 @@ def _store(path: Path, name: str, one: Row, rows: Iterable[tuple[int, Row]]) -> 
     file = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name) + ".bin"
     (path / file).write_bytes(whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
     return file
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.cpu().reshape(-1).clone()
 
 
 def _state_of(optimizer: Any, names: Mapping[int, str]) -> Mapping[str, Mapping[str, Any]]:

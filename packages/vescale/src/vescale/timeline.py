@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -30,6 +30,7 @@ from vescale_dtensor import VescaleError, comm_trace
 from vescale_dtensor.engine import watched
 from vescale_pipeline import record_events
 from vescale_trace.environment import count
+from vescale_trace.values import tensors_in
 
 from ._machine._torch_private import DisableTorchFunctionSubclass, queue_callback
 from ._recorded.spans import waits
@@ -219,11 +220,6 @@ class _Backward:
 
 def _node(values: Any) -> Node | None:
     """The autograd node of the first tensor that has one."""
-    if isinstance(values, Tensor):
-        with DisableTorchFunctionSubclass():
-            return values.grad_fn
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return None
-    return next((node for node in map(_node, values) if node is not None), None)
+    with DisableTorchFunctionSubclass():
+        nodes = (tensor.grad_fn for tensor in tensors_in(values))
+        return next((node for node in nodes if node is not None), None)

@@ -7,9 +7,9 @@ Sums are made in rank order. A collective that is not the same on all ranks is a
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from vescale_dtensor import CommunicationError
+from vescale_trace.values import tensors_in
 
 from .._machine._torch_private import DisableTorchFunctionSubclass, _DisableTorchDispatch
 from .turns import Turns
@@ -83,7 +84,7 @@ class Work(dist.Work):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return list(_tensors(self._into))
+        return tensors_in(self._into)
 
     def get_future(self) -> Future:
         """torch reads the tensors from it, without a look at what is there."""
@@ -98,7 +99,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, board: Board, turns: Turns) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._board, self._turns = rank, size, board, turns
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._name = ""
 
     def size(self) -> int:
@@ -139,16 +140,14 @@ class Group(dist.ProcessGroup):
     def _allgather_base(self, out: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         def finish(given: list[Tensor], wanted: list[Tensor]) -> None:
             whole = torch.cat([one.reshape(-1) for one in given])
-            for one in wanted:
-                one.view(-1).copy_(whole)
+            _put((one.view(-1) for one in wanted), repeat(whole))
 
         return self._meet("all_gather", tensor, out, finish)
 
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Work:
         def finish(given: list[Tensor], wanted: list[list[Tensor]]) -> None:
             for places in wanted:
-                for place, one in zip(places, given):
-                    place.copy_(one)
+                _put(places, given)
 
         return self._meet("all_gather (list)", tensors[0], outs[0], finish)
 
@@ -156,9 +155,7 @@ class Group(dist.ProcessGroup):
         operator = _operator(opts)
 
         def finish(given: list[Tensor], wanted: list[Tensor]) -> None:
-            total = _reduced(given, operator)
-            for one in wanted:
-                one.copy_(total)
+            _put(wanted, repeat(_reduced(given, operator)))
 
         return self._meet(f"all_reduce ({operator})", tensors[0], tensors[0], finish)
 
@@ -174,9 +171,8 @@ class Group(dist.ProcessGroup):
         operator = _operator(opts)
 
         def finish(given: list[Tensor], wanted: list[Tensor]) -> None:
-            parts = _reduced([one.reshape(-1) for one in given], operator).chunk(len(wanted))
-            for one, part in zip(wanted, parts):
-                one.view(-1).copy_(part)
+            whole = _reduced([one.reshape(-1) for one in given], operator)
+            _put((one.view(-1) for one in wanted), whole.chunk(len(wanted)))
 
         return self._meet(f"reduce_scatter ({operator})", tensor, out, finish)
 
@@ -184,8 +180,7 @@ class Group(dist.ProcessGroup):
         operator = _operator(opts)
 
         def finish(given: list[list[Tensor]], wanted: list[Tensor]) -> None:
-            for one, parts in zip(wanted, zip(*given)):
-                one.copy_(_reduced(list(parts), operator))
+            _put(wanted, (_reduced(list(parts), operator) for parts in zip(*given)))
 
         return self._meet(f"reduce_scatter (list, {operator})", lists[0], outs[0], finish)
 
@@ -207,9 +202,8 @@ class Group(dist.ProcessGroup):
 
     def alltoall(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Work:
         def finish(given: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
-            for at, places in enumerate(wanted):
-                for place, row in zip(places, given):
-                    place.copy_(row[at])
+            for places, parts in zip(wanted, zip(*given)):
+                _put(places, parts)
 
         return self._meet("all_to_all (list)", tensors, outs, finish)
 
@@ -217,9 +211,7 @@ class Group(dist.ProcessGroup):
         root = opts.rootRank
 
         def finish(given: list[Tensor], wanted: list[Tensor]) -> None:
-            for rank, one in enumerate(wanted):
-                if rank != root:
-                    one.copy_(given[root])
+            _put((one for rank, one in enumerate(wanted) if rank != root), repeat(given[root]))
 
         return self._meet(f"broadcast from {root}", tensors[0], tensors[0], finish)
 
@@ -227,8 +219,7 @@ class Group(dist.ProcessGroup):
         root = opts.rootRank
 
         def finish(given: list[Tensor], wanted: list[list[list[Tensor]]]) -> None:
-            for place, one in zip(wanted[root][0], given):
-                place.copy_(one)
+            _put(wanted[root][0], given)
 
         return self._meet(f"gather to {root}", tensors[0], outs, finish)
 
@@ -236,8 +227,7 @@ class Group(dist.ProcessGroup):
         root = opts.rootRank
 
         def finish(given: list[list[list[Tensor]]], wanted: list[Tensor]) -> None:
-            for place, one in zip(wanted, given[root][0]):
-                place.copy_(one)
+            _put(wanted, given[root][0])
 
         return self._meet(f"scatter from {root}", lists, outs[0], finish)
 
@@ -314,13 +304,9 @@ for _name in (
     setattr(Group, _name, _unknown(_name))
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    """Yields the tensors of nested containers."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from _tensors(one)
+def _put(places: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for place, value in zip(places, values):
+        place.copy_(value)
 
 
 def _operator(opts: Any) -> str:
