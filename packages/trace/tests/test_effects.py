@@ -158,6 +158,21 @@ def test_arrays_and_all_but_buffers_are_taken_back():
     assert model.first.average[1] == 1
 
 
+def test_hooks_that_a_run_registers_go_with_its_note_of_it():
+    model = Outer()
+    own = [model.first.register_forward_hook(lambda *_: None), model.register_forward_pre_hook(print)]
+    kept = Kept(model)
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    model.first.are_hooked = True
+    own[1].remove()
+    kept.restore()
+    assert list(model.first._forward_hooks) == [own[0].id] and not hasattr(model.first, "are_hooked")
+    tables = [value for one in model.modules() for name, value in vars(one).items() if "_hooks" in name]
+    assert sum(map(len, tables)) == 1
+
+
 def test_attributes_that_are_not_looked_at():
     model = Outer()
     kept = Kept(model, ["calls"])

@@ -287,3 +287,29 @@ def test_a_layer_that_a_forward_casts_is_the_layer_that_it_was(own, other, chang
     assert found[0].groups == found[1].groups and found[0].groups
     assert found[0].matrices == found[1].matrices and set(found[0].holding) == set(found[1].holding)
     assert steps[0] == steps[1]
+
+
+class Collecting(nn.Module):
+    """Collects what its layers return, by hooks that its first call registers, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(2))
+        self.is_hooked = False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda layer, args, out: self.found.append(out))
+            self.is_hooked = True
+        self.found = []
+        for layer in self.layers:
+            x = x + layer(x)
+        first, last = self.found
+        return (first * last).sum()
+
+
+def test_each_forward_meets_the_hooks_that_the_first_met():
+    model = Collecting()
+    found = structure_of(model, sample_of(model, torch.randn(4, 16)))
+    assert found.groups and not model.layers[0]._forward_hooks and not model.is_hooked

@@ -24,6 +24,8 @@ from ._torch_private import DisableTorchFunctionSubclass
 from .values import parts, refill, same
 
 _MACHINERY = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = tuple(leaf for leaf in nn.Module().__dict__ if "_hooks" in leaf)
+"""A module's tables of hooks."""
 _CONTAINERS = (list, dict, set, deque, UserDict)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "tokenizers"}
 """Packages whose objects keep nothing of a forward."""
@@ -87,6 +89,7 @@ class Kept:
         self._was: dict[int, dict[Slot, Any]] = {}  # by owner
         self._inside: dict[Slot, dict[int, tuple[Any, dict]]] = {}  # the containers in a slot's value, with contents
         self._tensors: dict[int, _Held] = {}
+        self._hooks = [(table, frozenset(table)) for module in model.modules() if copies for table in _tables(module)]
         waiting = list(model.named_modules())
         for name, owner in waiting:
             if id(owner) in self._owners:
@@ -128,13 +131,17 @@ class Kept:
         return list(dict.fromkeys([*self.changed(), *written]))
 
     def restore(self, buffers: bool = True) -> None:
-        """Makes everything as it was, or all but buffers: the same objects hold the same."""
+        """Makes everything as it was, or all but buffers: the same objects hold the same. Hooks that were registered
+        meanwhile go, as a model's note does that they are there; those that were removed stay away."""
         for slot, now in list(self.held()):
             if now is not (before := self._before(slot)) and (buffers or not slot.is_buffer):
                 slot.replace(before)
         for container, content in (one for inside in self._inside.values() for one in inside.values()):
             if not _holds(container, content, operator.is_):
                 _fill(container, content)
+        for table, keys in self._hooks:
+            for key in table.keys() - keys:
+                del table[key]
         with torch.no_grad(), DisableTorchFunctionSubclass():
             for held in self._tensors.values():
                 if held.is_written and (buffers or not held.slot.is_buffer):
@@ -202,6 +209,10 @@ class _Held(NamedTuple):
             self.holder.data = self.values
         else:
             now.copy_(self.values)
+
+
+def _tables(module: nn.Module) -> Iterator[dict[int, Any]]:
+    return (module.__dict__[leaf] for leaf in _HOOKS if leaf in module.__dict__)
 
 
 def _is_array(value: Any) -> bool:

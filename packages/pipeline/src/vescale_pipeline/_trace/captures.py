@@ -55,15 +55,3 @@ def untold(module: nn.Module) -> Iterator[None]:
     finally:
         module._forward_hooks.clear()
         module._forward_hooks.update(before)
-
-
-@contextmanager
-def as_many_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Removes the hooks that a forward installs meanwhile, as well as its note that it has."""
-    before = [set(module._forward_hooks) for module in modules]
-    try:
-        yield
-    finally:
-        for module, keys in zip(modules, before):
-            for key in captures(module).keys() - keys:
-                del module._forward_hooks[key]

@@ -20,7 +20,6 @@ from vescale_trace.values import copied, map_tensors, same, tensors_in
 
 from .._errors import PipelineError
 from .._runtime.random_order import device_of, set_states, states
-from .captures import as_many_as_before
 from .placeholder import Placeholder
 
 _OURS = frozenset(("_call_impl", "__deepcopy__", "parameters", "_vescale", "_is_hf_initialized"))
@@ -38,7 +37,7 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
     before, device = kept(model), device_of(model)
     state = states(device)
     try:
-        with host_generators_kept(), as_many_as_before(list(model.modules())):
+        with host_generators_kept():
             yield before
     finally:
         set_states(device, state)
