@@ -56,9 +56,10 @@ class Call:
         ]
 
     @property
-    def counts_labels(self) -> bool:
-        """True if a microbatch's labels are counted, for which user code runs once more."""
-        return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
+    def looks_ahead(self) -> bool:
+        """True if a microbatch's labels are counted, or its masks looked at, for which user code runs once more."""
+        counts = isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
+        return counts or self.record.takes_own
 
     def forget_headers(self) -> None:
         """Something is trained that was not, or no longer is, on some rank: all ranks tell the forms anew."""

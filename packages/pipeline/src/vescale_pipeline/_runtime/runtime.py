@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import MethodType
@@ -315,6 +316,8 @@ class Runtime:
                     again = self._read(lambda: kept(whole), stations, others)
             call.whole = None if again is None else again.result
             call.outputs = outputs(notes, others, len(parts), (small, tensors_in(returned[:1])))
+        if notes.takes_own and (self._loss is None or evaluates or call.numbers):
+            call.record = replace(call.record, takes_own=True)
         check_views(whole, parts[0], written, lambda tensor: self._member.codec.encode(tensor)[0])
         call.written |= written
         self._calls[key] = call
@@ -345,8 +348,8 @@ class Runtime:
         runs = Runs(self.forward, call.written)
         with self._during():
             weights = []
-            if has_loss:
-                with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
+            if has_loss or call.record.takes_own:
+                with kept_as_it_was(self._model) if call.looks_ahead and call.leaves_anything else nullcontext():
                     weights = loss_weights(call.reduction, call.record, runs.alone, parts, self._member.codec.whole)
             shares = shares_of(self._member, call, weights, parts, runs.alone, trains)
             self.calls = self.link.calls = self.calls + 1

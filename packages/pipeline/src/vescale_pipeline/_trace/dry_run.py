@@ -16,7 +16,7 @@ stages run it for real.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from .left import Left, forget_values, placeholders_in
 from .memory import kept, kept_as_it_was, no_draws_of_python
 from .placeholder import Placeholder
 from .record import Recorder
+from .rows.notes import Notes
 
 
 def dry_run(
@@ -37,7 +38,7 @@ def dry_run(
     cuts: Sequence[str],
     call: Callable[[], Any],
     stations: dict[nn.Module, Any],
-    notes: AbstractContextManager | None = None,
+    notes: Notes | None = None,
     buffers: Mapping[str, tuple[int, ...]] | None = None,
     compute: torch.dtype | None = None,
 ) -> Record:
@@ -46,7 +47,7 @@ def dry_run(
     Arguments:
         cuts: names of the modules that begin stages 1, 2, ...
         stations: per module, what stands before its call and asks the reader (`skeleton.Station`).
-        notes: a context for the run (`notes.Notes`).
+        notes: what is to note the run's functions.
         buffers: the stages that keep each buffer.
         compute: the floating dtype that forwards see parameters in, where that is not theirs.
 
@@ -55,7 +56,7 @@ def dry_run(
     what one microbatch leaves in a later stage for the next one's earlier stage.
     """
     with kept_as_it_was(model) as before, stations_in_place(stations):
-        recorder = Recorder(model, cuts, before, compute=compute)
+        recorder = Recorder(model, cuts, before, compute=compute, notes=notes)
         with no_draws_of_python(), recorder, notes or nullcontext():
             try:
                 given = call()

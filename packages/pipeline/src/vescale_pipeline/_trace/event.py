@@ -72,6 +72,7 @@ class Record:
         checkpoints: whether user code computes again in backward.
         open: modules that were called and are no units: their own code runs.
         returned: key of a value that is returned, and not in the last stage -> the last stage that has it.
+        takes_own: whether masks are looked at in each call, see `rows/scattered.py`.
     """
 
     events: tuple[Event, ...]
@@ -86,6 +87,7 @@ class Record:
     checkpoints: bool = False
     open: frozenset[nn.Module] = frozenset()
     returned: Mapping[int, int] = field(default_factory=dict)
+    takes_own: bool = False
 
 
 def keys_of(event: Event) -> Iterator[int]:

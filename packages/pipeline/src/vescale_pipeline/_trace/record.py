@@ -41,6 +41,8 @@ from .placeholder import (
     version_of,
     weight_placeholder,
 )
+from .rows.notes import Notes
+from .rows.scattered import SCATTERS, is_seen
 from .rows.tags import LABELLED
 from .seen import Place, Seen, Span
 
@@ -52,6 +54,7 @@ class Recorder:
         kept: the model as it was.
         memory: plain tensors that stand for what an earlier pass left behind -> its slots.
         compute: the floating dtype that forwards see parameters in, where that is not theirs.
+        notes: what notes the functions that are called.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Recorder:
         kept: Kept,
         memory: Sequence[tuple[Tensor, Slot]] = (),
         compute: torch.dtype | None = None,
+        notes: Notes | None = None,
     ) -> None:
+        self._notes = notes
         self.cuts = list(cuts)
         self._begins = {name: index + 1 for index, name in enumerate(cuts)}
         self._weights: dict[int, Placeholder] = {}
@@ -72,7 +77,7 @@ class Recorder:
                 self._weights[id(held)] = weight_placeholder(held, held.origin, compute=compute)
         self.stage = 0
         self._frames: list[list[Event]] = [[]]
-        self._collected = [False]  # of each frame: whether a library has collected a value from inside
+        self._opens = [False]  # of each frame: whether it is no unit, for something inside
         self._path: list[str] = [""]
         self._keys = 0
         self.born: dict[int, int] = {}
@@ -109,8 +114,9 @@ class Recorder:
     def enter(self, station: Any, args: tuple, kwargs: dict) -> Any:
         """A module's call: its events become one, if it lies within one stage and computes something.
 
-        Not those of a module that takes a mean over labels: the labels are counted where the function is met. And not
-        those of a module in which a library collects what another returns (the logits of a router): it is handed on.
+        Not those of a module that takes a mean over labels, or values by a mask of the batch's: labels and masks are
+        looked at where the function is met. And not those of a module in which a library collects what another returns
+        (the logits of a router): it is handed on.
         """
         name = station.name
         begins = self._begins.get(name, 0)
@@ -121,16 +127,15 @@ class Recorder:
         stage, began, known = self.stage, self.seen.place(), self._keys
         numbers = self._numbers(station.module) if name else {}
         self._frames.append([])
-        self._collected.append(False)
+        self._opens.append(False)
         self._path.append(name)
         if any(map(_is_users, station.module._forward_hooks.values())):
             self.unheard.append(name)
         out = station.module.forward(*args, **kwargs)  # without other hooks: they may look at values
         self._path.pop()
-        inner, collected = self._frames.pop(), self._collected.pop()
+        inner, opens = self._frames.pop(), self._opens.pop()
         outputs = tensors_in(out)
-        is_open = collected or any(event.function in LABELLED for event in inner)
-        if name and not is_open and self.stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
+        if name and not opens and self.stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
             out = self.adopt(out, name)
             event = self._event(station.module, None, copied(out), name, began)  # the caller may write to its own
             attributes, captured = self._attributes(station.module, name), bool(captures(station.module))
@@ -143,8 +148,7 @@ class Recorder:
         else:
             self._frames[-1].extend(inner)
             self.open.add(station.module)
-        if tell(station.module, args, out) or collected:
-            self._collected[-1] = True
+        self._opens[-1] |= tell(station.module, args, out) or opens
         return out
 
     def _numbers(self, unit: nn.Module) -> dict[Slot, Any]:
@@ -171,6 +175,7 @@ class Recorder:
             return make(function, args, kwargs)
         if function in (Tensor.register_hook, Tensor.retain_grad) and not args[0].is_weight:
             return self._hook(function, args[0])
+        self._opens[-1] |= function in LABELLED or function in SCATTERS and is_seen(args, kwargs)
         given = [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is Placeholder]
         for tensor in given:
             self._note_use(tensor)
@@ -246,7 +251,10 @@ class Recorder:
             if type(tensor) is Placeholder and not tensor.is_weight:
                 return tensor
             lent = type(tensor) is Placeholder  # it stands in the module for a weight, and is to go on doing so
-            return self._new(_meta(tensor, fresh=lent), origin, tensor.device, False)
+            made = self._new(_meta(tensor, fresh=lent), origin, tensor.device, False)
+            if self._notes is not None:
+                self._notes.is_as(made, tensor)
+            return made
 
         return map_tensors(value, adopted)
 

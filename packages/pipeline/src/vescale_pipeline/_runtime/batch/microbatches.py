@@ -16,6 +16,7 @@ from ..._errors import PipelineError
 from ..._trace.event import Record
 from ..._trace.placeholder import Placeholder
 from ..._trace.rows.reduction import refused
+from ..._trace.rows.scattered import SCATTERS, check_rows_take_own
 from ..._trace.rows.tags import LABELLED, MEAN, ONCE, Lost, Tag
 from ..loss import Weights
 from ..skeleton import Run
@@ -109,14 +110,14 @@ def loss_weights(
     stage computes: the forward is run once more per part, on placeholders alone. `whole` makes a distributed count one
     device's. On a device the shares of a single mean stay there. Means that are to be compared, and labels that a
     weight might cancel, are read by the host, all at once. What no row enters, the same in every part, is right with
-    any shares of 1. Raises PipelineError for a loss that is no such mean or sum, and for one that adds up what weighs
-    the parts differently.
+    any shares of 1. Raises PipelineError for a loss that is no such mean or sum, for one that adds up what weighs the
+    parts differently, and for a mask by which rows take values of others.
     """
     if isinstance(reduction, Lost):
         raise refused(reduction)
     kinds = (reduction if isinstance(reduction, frozenset) else MEAN) - ONCE
     labelled = sorted(kind for kind in kinds if isinstance(kind, int))
-    counters = [Counter(record).count(forward, part) for part in parts] if labelled else []
+    counters = [Counter(record).count(forward, part) for part in parts] if labelled or record.takes_own else []
     counts = [[whole(counter.counts[kind]).double() for counter in counters] for kind in labelled]
     if len(kinds) == 1 and labelled and counts[0][0].device.type != "cpu" and not counters[0].weighs:
         column = torch.stack(counts[0])
@@ -158,21 +159,24 @@ def _shares(counts: list[float]) -> list[float]:
 
 
 class Counter(Run):
-    """Runs a forward on placeholders alone, and counts what its losses are means over."""
+    """Runs a forward on placeholders alone, looks at its masks, and counts what its losses are means over."""
 
-    __slots__ = ("counts", "weighs")
+    __slots__ = ("counts", "weighs", "_takes_own", "_rows")
 
     def __init__(self, record: Record) -> None:
         super().__init__(record, len(record.events), {})
-        self._replays = False
+        self._replays, self._takes_own = False, record.takes_own
         self.counts: list[Tensor | None] = []
         self.weighs = False
 
     def count(self, forward: Callable[[Any], Any], part: Any) -> Counter:
+        self._rows = rows_of(part)
         self(lambda: forward(part))
         return self
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self._takes_own and function in SCATTERS:
+            check_rows_take_own(args, kwargs, self._rows)
         if function in LABELLED:
             self.counts.append(_labels(*args, **kwargs))
             self.weighs |= len(args) > 2 and args[2] is not None or kwargs.get("weight") is not None

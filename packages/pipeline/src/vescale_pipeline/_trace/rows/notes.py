@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -71,9 +71,13 @@ class Step:
 
 
 class Notes(TorchFunctionMode):
-    """Every function that a dry run calls, at the top level."""
+    """Every function that a dry run calls, at the top level.
+
+    `takes_own`: whether what is known of its rows is so for masks that `check_rows_take_own` lets pass.
+    """
 
     def __init__(self) -> None:
+        self.takes_own = False
         self.notes: list[Note] = []
         self._known: dict[int, tuple[Tensor, Ref]] = {}  # the tensor is kept: its id is its name
         self._count = 0
@@ -101,9 +105,15 @@ class Notes(TorchFunctionMode):
         known = self._known.get(id(tensor))
         return known[1].number if known is not None else -1
 
+    def is_as(self, made: Tensor, tensor: Tensor) -> None:
+        """A value that stands for another is known as that one is."""
+        self._known[id(made)] = made, replace(self._ref(tensor), memory=memory_of(made))
+
     def _ref(self, tensor: Tensor) -> Ref:
         known = self._known.get(id(tensor))
-        return known[1] if known is not None else self._new(tensor, strange=True)
+        if known is None:
+            return self._new(tensor, strange=True)
+        return replace(known[1], placeholder=type(tensor) is Placeholder)  # it may have become one
 
     def _new(self, tensor: Tensor, strange: bool) -> Ref:
         self._count += 1

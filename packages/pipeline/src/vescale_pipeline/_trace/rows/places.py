@@ -2,7 +2,8 @@
 
 Most functions that keep a batch's rows do. Here is what does not: functions along the dim of the rows, indices that
 choose among them, and shapes that put them elsewhere. What counts the rows (`arange(len(x))`) is a tag of its own, for
-`x[rows, last]` takes of each row its own. Of rows that lie there several times (`cat([x, y])`), a chunk is the batch.
+`x[rows, last]` takes of each row its own. Of rows that lie there several times (`cat([x, y])`, or what has a dim before
+the rows and is flattened), a chunk is the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch.nn import functional as F
 
 from .notes import Note, Ref, Step
+from .scattered import SCATTERS, takes_own
 
 NUMBERS = "numbers"
 """The tag of what says which row of the batch it is: 0, 1, ..."""
@@ -38,7 +40,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("trapezoid", "cumulative_trapezoid", "stft", "istft"), (_FIXED, -1)),
     **dict.fromkeys(("multi_head_attention_forward", "flipud", "msort"), (_FIXED, 0)),
     **dict.fromkeys(("diagonal_scatter", "slice_scatter", "select_scatter", "as_strided_scatter"), (_FIXED, _ALL)),
-    **dict.fromkeys(("masked_scatter", "fill_diagonal", "block_diag", "put", "take"), (_FIXED, _ALL)),
+    **dict.fromkeys(("fill_diagonal", "block_diag", "put", "take"), (_FIXED, _ALL)),
     **dict.fromkeys(("nonzero", "argwhere", "unique_consecutive", "unique_dim", "renorm", "gradient"), (_FIXED, _ALL)),
     **dict.fromkeys(("unsafe_masked_index", "unsafe_masked_index_put_accumulate"), (_FIXED, _ALL)),
     "scaled_dot_product_attention": (_FIXED, -2),
@@ -66,9 +68,13 @@ _OF_NUMBERS = frozenset(
 
 
 class Places:
-    """Knows how often the batch lies in each value, one after another."""
+    """Knows how often the batch lies in each value, one after another.
+
+    `takes_own`: whether a function keeps rows at their places that `check_rows_take_own` is to look at in each call.
+    """
 
     def __init__(self) -> None:
+        self.takes_own = False
         self._copies: dict[int, int] = {}  # number of a value -> how often, if more than once
 
     def note(self, step: Step) -> None:
@@ -81,6 +87,8 @@ class Places:
                 copies = sum(self._of(ref) for ref in refs)
             elif note.name in ("repeat", "tile") and type(begun := step.axes[0]) is int:
                 copies = self._of(refs[0]) * out.shape[axis] // max(1, refs[0].shape[begun])
+            elif note.name in _RESHAPES and type(step.axes[0]) is int:
+                copies = self._reshaped(refs[0], step.axes[0], out, axis)
             elif note.name in _PARTS or note.name == "getitem" and _takes_a_part(note):
                 copies = 1
             else:
@@ -100,6 +108,10 @@ class Places:
         first, axis = refs[0], axes[0]
         if name in _KNOTS and len(refs) > 1:
             return axes[_KNOTS[name]] == len(refs[_KNOTS[name]].shape) - 1
+        if name == "masked_scatter":
+            own = note.function in SCATTERS and takes_own(step, lambda ref: self._of(ref) == 1)
+            self.takes_own |= own
+            return not own
         if name in _SCATTERS and any(ref.integer and at != axis for ref, at in zip(refs[1:2], axes[1:2])):
             return True
         if type(axis) is not int:
@@ -121,11 +133,18 @@ class Places:
             dim = 0 if name == "hsplit" and len(first.shape) == 1 else dim
             return dim == axis and not self._are_the_batch(first, axis, note.outs)
         if name in _RESHAPES and note.outs:
-            before, to = prod(first.shape[:axis]), step.outs[0]
-            after = prod(note.outs[0].shape[:to]) if type(to) is int else 0
-            return after not in (before, self._of(first) * before)
+            to = step.outs[0]
+            return type(to) is not int or not self._reshaped(first, axis, note.outs[0], to)
         rows = {(self._of(ref), ref.shape[at]) for ref, at in zip(refs, axes) if type(at) is int}
         return len({size for _, size in rows}) == 1 < len(rows)  # where one of them repeats the batch, and another rows
+
+    def _reshaped(self, first: Ref, axis: int, out: Ref, to: int) -> int:
+        """Returns how often the batch lies along dim `to` of another shape of a value; 0 where that cuts the batch, or
+        a row, in two."""
+        if 0 in out.shape:
+            return 1
+        copies, rest = divmod(self._of(first) * prod(first.shape[:axis]), prod(out.shape[:to]))
+        return copies if copies and not rest and out.shape[to] % copies == 0 else 0
 
     def _are_the_batch(self, first: Ref, axis: int, outs: tuple[Ref, ...]) -> bool:
         copies = self._of(first)
@@ -164,7 +183,7 @@ def _dims(note: Note, place: int, default: Any, first: Ref) -> set[int] | None:
     named = note.args[place] if len(note.args) > place else default
     if note.name == "flip" and type(named) is int:
         named = note.args[place:]
-    for name in ("dim", "dims", "axis"):
+    for name in ("dim", "dims", "axis", "dimension"):
         named = note.kwargs.get(name, named)
     if named is _ALL or named is None:
         return None

@@ -46,6 +46,7 @@ def _tags(part: Notes, whole: Notes, times: int, results: list[tuple[Tensor, Ten
     tags = Tags(times)
     for small, large in pairs:
         tags.go_on(small, large)
+    part.takes_own |= tags.places.takes_own
     if tags.read is not None:
         return [replace(tags.read, cause=f"{tags.read.cause} of what depends on the batch")] * len(results)
     found: list[Tag] = []

@@ -54,7 +54,7 @@ class Tags:
         self.read: Lost | None = None
         self._times = times
         self._labelled = 0
-        self._places = Places()
+        self.places = Places()
         self._shared: dict[int, set[int]] = {}  # a storage -> the values in it
         self._aside: set[int] = set()  # values of which the batch's rows were not the first dim at some time
 
@@ -82,7 +82,7 @@ class Tags:
                 made = self._made(step, large, outs[place] is not None)
             is_here = isinstance(made, Lost) and not made.line
             self.of[out.number] = replace(made, line=small.line) if is_here else made
-        self._places.note(step)
+        self.places.note(step)
         for ref in (*refs, *small.outs):
             self._shared.setdefault(ref.memory, set()).add(ref.number)
         if small.written is not None and isinstance(made := self.of[small.outs[0].number], Lost):
@@ -96,7 +96,7 @@ class Tags:
         if not any(isinstance(tag, Order) for tag in step.tags):
             return None
         # along the rows it may sort places, add up counts, or take rows by their places
-        mixes = name not in (*SORTS, "cumsum", *INDEXING) and self._places.mixes(step)
+        mixes = name not in (*SORTS, "cumsum", *INDEXING) and self.places.mixes(step)
         known = (step.ratio == 1 or name in _SHAPES) and not mixes and not is_aside
         made = reordered(step, step.note.outs[place]) if known else None
         has_rows = made == ROWS or isinstance(made, Order) and made.kind not in ("counts", "ends")
@@ -132,7 +132,7 @@ class Tags:
             return NUMBERS if has_rows and counts_rows(small, given) else Lost(name)
         if has_rows:
             alike = ratio == 1 or name in _SHAPES
-            return ROWS if alike and not self._places.mixes(step) else Lost(name)
+            return ROWS if alike and not self.places.mixes(step) else Lost(name)
         if ratio != 1:
             return Lost(name)
         return self._reduced(step) if ROWS in given else CONSTANT
@@ -142,7 +142,7 @@ class Tags:
         small = step.note
         if small.name in ("sum", "mean"):
             return SUM if small.name == "sum" else MEAN
-        if small.function not in LABELLED and small.function not in _LOSSES or self._places.mixes(step):
+        if small.function not in LABELLED and small.function not in _LOSSES or self.places.mixes(step):
             return Lost(small.name)
         try:
             given = inspect.signature(small.function).bind(*small.args, **small.kwargs).arguments
