@@ -11,7 +11,7 @@ PER_RANK = {
     "_debugger.ide": ("_refuses",),
     "_debugger.prompt": ("state",),
     "_debugger.quiet": ("_doing",),
-    "_dispatch.dispatch": ("_entry_of", "_table"),
+    "_dispatch.dispatch": ("_table",),
     "_communication.events": (
         *("_current", "_direction", "listeners", "module_path", "finishers", "copying", "strict_depth"),
         *("told_of", "watch"),

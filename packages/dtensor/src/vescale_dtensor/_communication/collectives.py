@@ -83,13 +83,10 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
             return effects.captured.operator(lambda one: [gather(one)], [local], [rows])[0]
         if may_be_away and is_away(local, mesh):
             local = local.to(mesh.device_type)
-        local = local.contiguous()
+        local = Tensor.contiguous(local)  # of a DTensor it would be a method in Python
         out = local.new_empty(*rows)
-        with flight_recorder.note(kind, rank_group, local.nbytes * (count - 1)):
-            if local.dtype in _GLOO_DTYPES:
-                call(out, local, _GATHER).wait()
-            else:
-                call(_wire(out), _wire(local), _GATHER).wait()
+        sent, received = (local, out) if local.dtype in _GLOO_DTYPES else (_wire(local), _wire(out))
+        flight_recorder.run(kind, rank_group, local.nbytes * (count - 1), call, received, sent, _GATHER)
         return out
 
     return gather
@@ -195,23 +192,19 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             return effects.captured.operator(lambda one: [scatter(one)], [rows], [shape])[0]
         if may_be_away and is_away(rows, mesh):
             rows = rows.to(mesh.device_type)
-        with flight_recorder.note(kind, rank_group, rows.nbytes // count * (count - 1)):
-            if native:
-                out = rows.new_empty(*shape)
-                if rows.is_complex():
-                    call(torch.view_as_real(out), torch.view_as_real(rows), _SCATTER).wait()
-                else:
-                    call(out, rows, _SCATTER).wait()
-            elif pair:
-                mine, sent = rows.view(2, -1)[rank], rows.view(2, -1)[1 - rank]
-                out = rows.new_empty(*shape)
-                swap(_wire(out.view(-1)), _wire(sent)).wait()
-            else:
-                out = torch.empty_like(rows)
-                call(_wire(out), _wire(rows), [], [], _SWAP).wait()
+        received = rows.nbytes // count * (count - 1)
+        if native:
+            out = rows.new_empty(*shape)
+            flight_recorder.run(kind, rank_group, received, call, _summable(out), _summable(rows), _SCATTER)
+            return out
         if pair:
+            mine, sent = rows.view(2, -1)[rank], rows.view(2, -1)[1 - rank]
+            out = rows.new_empty(*shape)
+            flight_recorder.run(kind, rank_group, received, swap, _wire(out.view(-1)), _wire(sent))
             return out.add_(mine.view(shape))
-        return out if native else _ordered_sum(out.view(count, *shape))
+        out = torch.empty_like(rows)
+        flight_recorder.run(kind, rank_group, received, call, _wire(out), _wire(rows), [], [], _SWAP)
+        return _ordered_sum(out.view(count, *shape))
 
     return scatter
 
@@ -239,8 +232,7 @@ def exchange(
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
-    with flight_recorder.note(kind, mesh.rank_group(axes), received, count):
-        pairs.directly(call)(*args).wait()
+    flight_recorder.run(kind, mesh.rank_group(axes), received, pairs.directly(call), *args, count=count)
 
 
 class Started(NamedTuple):

@@ -9,7 +9,7 @@ between its beginning and its end: who listens is told from it (`events.py`), an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 from weakref import WeakSet, ref
@@ -112,6 +112,16 @@ def note(kind: str, group: RankGroup, received: int, count: int | None = 1, stat
     entry = Noted((state, kind, group, number, received, events._current, events._direction, monotonic(), event))
     ring.append(entry)
     return entry
+
+
+def run(kind: str, group: RankGroup, received: int, call: Callable, *args: Any, count: int = 1) -> None:
+    """Makes a collective, whose group's method is `call`, and waits for it."""
+    noted = note(kind, group, received, count)
+    try:
+        call(*args).wait()
+    except RuntimeError as error:
+        raise noted.failed(error) from error
+    noted.__exit__(None, None, None)
 
 
 def own_s() -> float:

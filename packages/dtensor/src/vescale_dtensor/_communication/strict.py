@@ -50,7 +50,7 @@ class Strict:
         events.strict_depth -= 1
         look_into(self._below)
 
-    def get(self, function: Callable) -> Entry:
+    def __getitem__(self, function: Callable) -> Entry:
         return self._entry
 
     def _call(self, function: Callable, args: tuple, kwargs: dict) -> Any:

@@ -48,7 +48,8 @@ class Convert(Function):
                 return convert_tracked(grad, route.back, False), None, None
             if type(grad) is not Tensor:  # from a Function that ran a graph of its own: a reentrant checkpoint
                 grad = grad.detach()
-            return route.back(grad), None, None
+            recipe = route.back.recipe
+            return grad if recipe is None else recipe(grad), None, None
 
 
 # torch's `Function.apply` first looks for functorch's wrappers, in Python; this is what it then calls. In a backward
@@ -220,14 +221,16 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
         known = None if own else recall(tensor, target)
         if known is not None:
             return known
+        apply = _apply
         if _are_functorch_transforms_active():
             check_outside(events.cause().function)
+            apply = Convert.apply
         route = route_of(source, target)
         if is_grad_enabled() and tensor.requires_grad:
             # A caller who asked for a conversion may write to its result; what is only read may be part of another.
             if not fresh and tensor._is_view() and (part := as_slice(_make, tensor, source, target)) is not None:
                 return part
-            out = convert_tracked(tensor, route, own)
+            out = apply(tensor, route, own)
         elif route.is_alias and not fresh:
             return tensor
         else:
@@ -240,7 +243,7 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
 
 def _moved(local: Tensor, route: Route, own: bool) -> Tensor:
     """The route's result, as another tensor object; with `own`, also over other memory where only a part is left."""
-    out = route(local)
+    out = local if route.recipe is None else route.recipe(local)
     if own and route.only_cuts and shares_storage(out, local):
         return own_copy(out)
     return out.detach() if out is local else out

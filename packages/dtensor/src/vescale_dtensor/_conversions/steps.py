@@ -56,11 +56,7 @@ class Route:
 
     def __call__(self, local: Tensor) -> Tensor:
         """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""
-        if self.recipe is None:
-            return local
-        if local.is_neg() or local.is_conj():  # bits beside the memory, which is what travels
-            local = local.resolve_conj().resolve_neg()
-        return self.recipe(local)
+        return local if self.recipe is None else self.recipe(local)
 
 
 def _joined(recipe: list[Recipe]) -> Recipe:
@@ -79,15 +75,16 @@ def _in_order(run: Recipe, source: Layout, target: Layout) -> Recipe:
     """`run`, whose result has its dims in memory in the order of what it was given: one device has the same tensor
     before and after, and draws by that order. What travels is row-major always: no rank relies on another's strides.
     """
-    if source.flat_axis is not None or target.flat_axis is not None or source.ndim < 2:
-        return run
+    has_order = source.flat_axis is None and target.flat_axis is None and source.ndim > 1
     # Elsewhere that it is contiguous says as much, and is asked faster; what is empty is always contiguous.
-    plain = row_major(source.local_shape) if cut_to_one(source) or 0 in source.local_shape else None
+    plain = row_major(source.local_shape) if has_order and (cut_to_one(source) or 0 in source.local_shape) else None
     known: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]] | None] = {}
 
     def in_order(local: Tensor) -> Tensor:
+        if local.is_neg() or local.is_conj():  # bits beside the memory, which is what travels
+            local = local.resolve_conj().resolve_neg()
         out = run(local)
-        if whole_on_first or (local.is_contiguous() if plain is None else local.stride() == plain):
+        if whole_on_first or not has_order or (local.is_contiguous() if plain is None else local.stride() == plain):
             return out
         strides = local.stride()
         if strides not in known:
@@ -257,7 +254,7 @@ def _reduce_scatter(step: Step) -> Recipe | None:
     if min(sizes) == max(sizes) and 0 not in shape and not state.order:
         scatter, sent = scatter_recipe(mesh, (axis,), shape, step.kind), (count * shape[0], *shape[1:])
         if is_outermost(shape, dim, groups):
-            return lambda local: scatter(local.contiguous().view(*sent))
+            return lambda local: scatter(Tensor.contiguous(local).view(*sent))
         # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..] -> [n * .., g * s, ..], which is what travels
         size = shape[dim] // groups
         pieces = (*shape[:dim], groups, count, size, *shape[dim + 1 :])
@@ -265,9 +262,9 @@ def _reduce_scatter(step: Step) -> Recipe | None:
         if groups == 1:
             pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
         if at == 1:
-            return lambda local: scatter(local.reshape(*pieces).transpose(0, 1).reshape(*sent).contiguous())
+            return lambda local: scatter(Tensor.reshape(local, *pieces).transpose(0, 1).reshape(*sent).contiguous())
         order = (at, *range(at), *range(at + 1, len(pieces)))
-        return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
+        return lambda local: scatter(Tensor.reshape(local, *pieces).permute(*order).reshape(*sent).contiguous())
     return lambda local: reduce_scatter([take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
 
 

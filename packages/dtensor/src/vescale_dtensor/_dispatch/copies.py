@@ -185,6 +185,7 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
     if function not in _COPY_IF_PERMUTED or not (cut_to_one(layout) or 0 in layout.local_shape):
         return run
     copied: dict[tuple[int, ...], bool | None] = {}
+    in_order: set[tuple[int, ...]] = set()  # strides of what is given, of which nothing more is asked
 
     def copies(tensor: Tensor, args: tuple, kwargs: dict) -> bool | None:
         strides = tensor.stride()
@@ -194,6 +195,8 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
 
     def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         out = run(tensor, *args, **kwargs)
+        if tensor.stride() in in_order:
+            return out
         order = kwargs.get("memory_format", _LAYS.get(function))
         shares = shares_storage(out, tensor)
         if order in _CHANNELS_LAST:
@@ -201,7 +204,10 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
             if shares:
                 return _copied_apart(out) if apart else out
             return tensor if apart is False and not args and len(kwargs) == 1 else out
-        if order is torch.preserve_format or not shares or _is_in_order(tensor, layout.shape):
+        if order is torch.preserve_format or not shares:
+            return out
+        if _is_in_order(tensor, layout.shape):
+            in_order.add(tensor.stride())
             return out
         if order is torch.contiguous_format:
             return _copied_apart(out)

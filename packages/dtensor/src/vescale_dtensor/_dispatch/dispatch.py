@@ -54,49 +54,53 @@ from .sums import alike, as_zeros, shared
 _HANDS_ON = Trait.VIEW | Trait.METADATA | Trait.MOVES
 _LENDS = frozenset({Tensor.to, Tensor.type_as})
 
-# The table that is looked into: the one of rules, or an overlay of it, and its `get`.
+# The table that is looked into: the one of rules, or an overlay of it.
 _table: Any = TABLE
-_entry_of = TABLE.get
 
 
 def look_into(table: Any) -> Any:
     """Makes `table`, an overlay of the one of rules, decide functions from now on. Returns the one before."""
-    global _table, _entry_of
-    before, _table, _entry_of = _table, table, table.get
+    global _table
+    before, _table = _table, table
     return before
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first."""
-    if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
-        return NotImplemented
-    entry = _entry_of(function)
-    if entry is None or entry.handler is not None:
-        return _general(entry, function, args, kwargs or {})
+    """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first: no
+    decision is ever kept under its key."""
+    entry = _table[function]
+    if entry.handler is not None:
+        if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
+            return NotImplemented
+        return entry.handler(function, args, kwargs or {})
     if kwargs:
         key: Any = key_of(args, kwargs, entry.exact)
-    elif (count := len(args)) == 2 or count == 3:  # `key_of`, written out for what most calls have
-        first, second = args[0], args[1]
-        kind = type(second)
-        if kind is DTensor:
-            second = second._layout
-        elif kind not in ATOMS:
-            second = keyed(second, entry.exact)
-        kind = type(first)
-        if kind is DTensor:
+    elif (count := len(args)) == 2:  # `key_of`, written out for what most calls have
+        first, second = args
+        if type(first) is DTensor:
             first = first._layout
-        elif kind not in ATOMS:
+        elif type(first) not in ATOMS:
             first = keyed(first, entry.exact)
-        if count == 2:
-            key = (first, second)
-        else:  # F.linear(x, weight, bias), x.transpose(1, 2)
-            third = args[2]
-            kind = type(third)
-            if kind is DTensor:
-                third = third._layout
-            elif kind not in ATOMS:
-                third = keyed(third, entry.exact)
-            key = (first, second, third)
+        if type(second) is DTensor:
+            second = second._layout
+        elif type(second) not in ATOMS:
+            second = keyed(second, entry.exact)
+        key = (first, second)
+    elif count == 3:  # F.linear(x, weight, bias), x.transpose(1, 2)
+        first, second, third = args
+        if type(first) is DTensor:
+            first = first._layout
+        elif type(first) not in ATOMS:
+            first = keyed(first, entry.exact)
+        if type(second) is DTensor:
+            second = second._layout
+        elif type(second) not in ATOMS:
+            second = keyed(second, entry.exact)
+        if type(third) is DTensor:
+            third = third._layout
+        elif type(third) not in ATOMS:
+            third = keyed(third, entry.exact)
+        key = (first, second, third)
     elif count == 1 and type(args[0]) is DTensor:
         key = (args[0]._layout,)
     else:
@@ -113,12 +117,15 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
             out = apart(_run_local(decision.run, types, args, kwargs))
         if type(out) is Tensor:
             layout = decision.out if is_grad_enabled() else decision.out.untracked
-            if not decision.guarded:
-                out.__class__ = DTensor
-                out._layout = layout
-                return out
-            if not (decision.plain and _among(out, args)):
-                return attach(out, layout)
+            if decision.guarded:
+                for one in args:
+                    if one is out:  # a plain operand
+                        return _finish(out, decision.out, args, decision)
+                if layout.is_number:
+                    return attach(out, layout)
+            out.__class__ = DTensor
+            out._layout = layout
+            return out
         return _finish(out, decision.out, args, decision)
     return _decided(entry, function, args, kwargs or {}, key, decision)
 
@@ -130,8 +137,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def ordinary_call(table: Any, function: Any, args: tuple, kwargs: dict) -> Any:
     """`function` as `table` decides it."""
-    entry = table.get(function)
-    return call_entry(table.made(function) if entry is None else entry, function, args, kwargs)
+    return call_entry(table[function], function, args, kwargs)
 
 
 def call_entry(entry: Entry, function: Any, args: tuple, kwargs: dict) -> Any:
@@ -146,27 +152,18 @@ def call_entry(entry: Entry, function: Any, args: tuple, kwargs: dict) -> Any:
     return _decided(entry, function, args, kwargs, key, decision)
 
 
-def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> Any:
-    """A call that is not dispatched by a rule, or that does not come from `dispatch`."""
-    if entry is None:
-        entry = _table.made(function)
-    if entry.handler is not None:
-        return entry.handler(function, args, kwargs)
-    return _decided(entry, function, args, kwargs, None, None)
-
-
 def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, decision: Decision | None) -> Any:
     """Everything that the hot path leaves: a decision to be made, or one that is more than a plain local call."""
+    tensors: list[Tensor] = []
+    collect(args, tensors)
+    collect(kwargs, tensors)
+    if decision is None and any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
+        return NotImplemented
     if isinstance(function, OpOverload) and below_autograd():
         watch_autograd()
         with local_only():
             return function(*args, **kwargs)
-    tensors: list[Tensor] = []
-    collect(args, tensors)
-    collect(kwargs, tensors)
     if decision is None:
-        if any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
-            return NotImplemented
         with without_dispatch_modes():  # what a rule asks of meta tensors is no part of the program
             decision = _decide(entry, function, args, kwargs, tensors)
         if key is not None:
@@ -264,7 +261,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             given = [target or operand.layout for target, operand in zip(targets, operands)]
             places = [at for at, one in enumerate(args) if isinstance(one, Tensor)]
             direct = places if len(places) == len(tensors) else None
-            decision.run = in_order(function, decision.run, given, decision.out, direct)
+            alone = len(args) == len(tensors) and not kwargs
+            decision.run = in_order(function, decision.run, given, decision.out, direct, alone)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)

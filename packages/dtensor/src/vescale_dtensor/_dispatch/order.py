@@ -41,11 +41,11 @@ _MOST = 64  # strides that are remembered by a decision
 
 
 def in_order(
-    function: Callable, run: Callable, given: Sequence[Layout], out: Layout, places: Sequence[int] | None
+    function: Callable, run: Callable, given: Sequence[Layout], out: Layout, places: Sequence[int] | None, alone: bool
 ) -> Callable:
     """`run`, a local call on tensors that lie as `given`; its result, of the layout `out`, has strides that tell.
 
-    `places`: of the tensors among its arguments; None if some are in lists, or have names.
+    `places`: of the tensors among its arguments; None if some are in lists, or have names. `alone`: no other arguments.
     Free where no dim is cut to one index. Else a look at the strides of what is given.
     """
     if out.ndim < 2 or any(layout.flat_axis is not None for layout in (out, *given)):
@@ -54,7 +54,8 @@ def in_order(
     if not most or function not in _LAYING and (most < 2 or function not in _PERMUTING):
         return run
     plain = tuple(row_major(layout.local_shape) for layout in given)
-    known: dict[tuple, tuple[int, ...] | None] = {}  # strides of the result, and of what was given -> those to give it
+    known: dict[tuple, tuple[int, ...]] = {}  # strides of the result, and of what was given -> those to give it
+    right: set[tuple] = set()  # of those that are as they are to be
 
     def look(result: Tensor, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> tuple[int, ...] | None:
         if _is_given(result, tensors):
@@ -66,48 +67,47 @@ def in_order(
 
     def laid(result: Tensor, key: tuple, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> Tensor:
         """Lays out a result as strides require that are met for the first time, or that give the result others."""
-        if key not in known:
-            if len(known) >= _MOST:
-                known.clear()
-            known[key] = look(result, tensors, args, kwargs)
-        wanted = known[key]
-        if wanted is not None:
-            set_plain_data(result, plain_data(result).as_strided(result.shape, wanted))
+        wanted = known.get(key)
+        if wanted is None:
+            if len(known) + len(right) >= _MOST:
+                known.clear(), right.clear()
+            wanted = look(result, tensors, args, kwargs)
+            if wanted is None:
+                right.add(key)
+                return result
+            known[key] = wanted
+        set_plain_data(result, plain_data(result).as_strided(result.shape, wanted))
         return result
 
     strides = Tensor.stride
     # Most calls have one tensor, or two, and strides that need nothing: that is written out.
-    if places == [0]:
+    if places == [0, 1] and alone:
+
+        def run_in_order(tensor: Tensor, other: Tensor) -> Any:
+            result = run(tensor, other)
+            if result is NotImplemented:
+                return result
+            key = (strides(result), strides(tensor), strides(other))
+            return result if key in right else laid(result, key, (tensor, other), (tensor, other), {})
+
+    elif places == [0]:
 
         def run_in_order(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             result = run(tensor, *args, **kwargs)
-            if not isinstance(result, Tensor):
+            if result is NotImplemented:
                 return result
             key = (strides(result), strides(tensor))
-            if known.get(key, result) is None:
-                return result
-            return laid(result, key, (tensor,), (tensor, *args), kwargs)
-
-    elif places == [0, 1]:
-
-        def run_in_order(tensor: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = run(tensor, other, *args, **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-            key = (strides(result), strides(tensor), strides(other))
-            if known.get(key, result) is None:
-                return result
-            return laid(result, key, (tensor, other), (tensor, other, *args), kwargs)
+            return result if key in right else laid(result, key, (tensor,), (tensor, *args), kwargs)
 
     else:
 
         def run_in_order(*args: Any, **kwargs: Any) -> Any:
             result = run(*args, **kwargs)
-            if not isinstance(result, Tensor):
+            if result is NotImplemented:
                 return result
             tensors = [args[place] for place in places] if places is not None else tensors_in((args, kwargs))
             key = (strides(result), *map(strides, tensors))
-            return result if known.get(key, result) is None else laid(result, key, tensors, args, kwargs)
+            return result if key in right else laid(result, key, tensors, args, kwargs)
 
     return run_in_order
 

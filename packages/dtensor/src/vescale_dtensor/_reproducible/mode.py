@@ -113,7 +113,7 @@ class reproducible(TorchFunctionMode):
                 return function(*args, **kwargs)
             with self:  # a checkpoint recomputes in there
                 if any(type(t) is DTensor for t in tensors_in((args, kwargs))):
-                    return call_entry(self._overlay.made(function), function, args, kwargs)
+                    return call_entry(self._overlay[function], function, args, kwargs)
                 return body_of(function)(*args, **kwargs)
         if plain.draws:
             return in_rows(lambda function, args, kwargs: function(*args, **kwargs), function, args, kwargs)

@@ -50,19 +50,21 @@ _SAFE = Trait.MOVES | Trait.METADATA | Trait.DRAWS
 
 
 class Overlay:
-    """The table while the mode is on. `get` is what dispatch asks (`dispatch.look_into`), `made` what it asks then."""
+    """The table while the mode is on."""
 
     def __init__(self, splits: Splits) -> None:
         self.splits = splits
         self._entries: dict[Callable, Entry] = {}
         self._plain: dict[Callable, Plain | None] = {}
-        self.get = self._entries.get
         self.plain = self._plain.__getitem__
         TABLE.overlays.add(self)
 
-    def made(self, function: Callable) -> Entry:
+    def __getitem__(self, function: Callable) -> Entry:
+        return self._entries.get(function) or self._made(function)
+
+    def _made(self, function: Callable) -> Entry:
         """The entry of a function that was not asked for yet."""
-        ordinary = TABLE.get(function) or TABLE.made(function)
+        ordinary = TABLE[function]
         entry = self._canonical(function, ordinary) or ordinary
         if entry.handler is None:
             entry = Entry(function, handler=handler_of(entry), traits=entry.traits)

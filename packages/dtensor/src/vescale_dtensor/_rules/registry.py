@@ -161,7 +161,7 @@ class Table(dict[Callable, Entry]):
         for overlay in self.overlays:
             overlay.forget(function)
 
-    def made(self, function: Callable) -> Entry:
+    def __missing__(self, function: Callable) -> Entry:
         """The entry of a function that has none: without a rule, but one that waits for it by name."""
         entry = self[function] = Entry(function, rule=_late.get(_name_of(function)))
         return entry

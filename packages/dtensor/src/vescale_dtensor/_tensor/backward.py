@@ -124,7 +124,7 @@ def seed_of(tensor: Tensor | None, gradient: Tensor | None, operation: str) -> T
 
 def _gathered_grads(outputs: Sequence[Any], gradients: Sequence[Tensor | None], is_grads_batched: bool) -> tuple:
     """torch's look at the seeds of a backward, of which nobody hears where all roots and inputs are plain."""
-    if _is_torch_function_enabled():
+    if _is_torch_function_enabled() and DTensor in map(type, gradients):
         gradients = tuple(seed_of(None, one, "backward") for one in gradients)
     return _make_grads(outputs, gradients, is_grads_batched)
 

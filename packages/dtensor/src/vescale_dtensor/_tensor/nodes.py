@@ -25,7 +25,7 @@ from .tensor import DTensor, attach, local_only
 # Of what lies between the asking code and the answer, by name: torch hands a getter on, and modes may hear of it first.
 _ON_THE_WAY = (
     "_asks_below", "node_of",
-    "__torch_function__", "dispatch", "_general", "call_entry", "ordinary_call", "__get__", "__call__",
+    "__torch_function__", "dispatch", "call_entry", "ordinary_call", "__get__", "__call__",
 )  # fmt: skip
 # Those of torch's modules that hand a node's hooks to users.
 _FOR_USERS = ("torch.nn.modules.module",)

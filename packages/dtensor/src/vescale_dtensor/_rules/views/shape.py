@@ -211,7 +211,7 @@ def expand(call: Call):
 
 
 def _expanded(sizes: tuple) -> Callable:
-    return lambda input, *args, **kwargs: input.expand(*sizes)
+    return lambda input, *args, **kwargs: Tensor.expand(input, *sizes)
 
 
 @rule(Tensor.expand_as, traits=Trait.VIEW | Trait.LINEAR)

@@ -36,7 +36,7 @@ def _viewed(shape: tuple[int, ...]) -> Callable:
 
     def run(input, *args, **kwargs):
         try:
-            return input.view(*sizes)
+            return Tensor.view(input, *sizes)  # not the method of DTensor, which goes by way of Python
         except RuntimeError:
             return mark_copy(input.reshape(*sizes), input)
 
@@ -45,7 +45,7 @@ def _viewed(shape: tuple[int, ...]) -> Callable:
 
 def _reshaped(shape: tuple[int, ...]) -> Callable:
     sizes = spread(shape)
-    return lambda input, *args, **kwargs: input.reshape(*sizes)
+    return lambda input, *args, **kwargs: Tensor.reshape(input, *sizes)
 
 
 def resolved(call: Call, sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
