@@ -97,8 +97,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
         return value
     changed = {}
     for key, old in inside.items():  # no comprehension: torch's compiler cannot read its cells
-        new = map_tensors(old, function)
-        if new is not old:
+        if type(old) not in _ATOMS and (new := map_tensors(old, function)) is not old:
             changed[key] = new
     return with_parts(value, changed) if changed else value
 

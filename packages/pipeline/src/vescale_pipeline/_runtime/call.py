@@ -29,13 +29,15 @@ class Call:
     how a tensor lies, and whether its gradient is awaited, which depends on what the stages before train.
     `reduction` tells how the loss comes from the batch's rows; None until a loss is asked for. `outputs` tells of all
     that the forward returns how it does: the dim that has the rows, or a tag; None until they are. `written`: the
-    places of the tensors, among those of the arguments, that the forward writes to.
+    places of the tensors, among those of the arguments, that the forward writes to. `numbers`: places of a training
+    call's outputs beside the loss that come from all rows, as a metric does, and that the last stage makes.
     """
 
     def __init__(self, record: Record, signature: Any) -> None:
         self.record = record
         self.reduction: Tag | None = None
         self.outputs: list[int | Tag] | None = None
+        self.numbers: list[int] = []
         self.whole: Any = None  # what the forward returns for the whole batch, where a dry run has told
         self.written: set[int] = set()
         self.headers: dict[tuple, Header] = {}
@@ -43,14 +45,13 @@ class Call:
         self._digest: int | None = None
         self._turns: dict[bool, tuple[Turn, ...]] = {}
 
-    @property
-    def numbers(self) -> list[int]:
-        """Places of a training call's outputs beside the loss that come from all rows, as a metric does, and that the
-        last stage makes."""
+    def is_told(self, outputs: list[int | Tag]) -> None:
+        """How each output comes from the batch's rows is known from now on."""
         templates, own = tensors_in(self.record.result), loss_in(self.record.result)
-        return [
+        self.outputs = outputs
+        self.numbers = [
             at
-            for at, (template, kind) in enumerate(zip(templates, self.outputs or ()))
+            for at, (template, kind) in enumerate(zip(templates, outputs))
             if isinstance(kind, frozenset) and template is not own
             if type(template) is Placeholder and template.key not in self.record.returned
         ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from vescale_trace.values import tensors_in
 
 from .._errors import PipelineError
+from .._torch_private import DisableTorchFunctionSubclass as local_only
 from .._torch_private import _foreach_mul
 
 
@@ -65,7 +66,8 @@ def no_loss(output: Any) -> PipelineError:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    return tensor.ndim == 0 and tensor.is_floating_point()
+    with local_only():  # placeholders are asked several times in a call
+        return tensor.ndim == 0 and tensor.is_floating_point()
 
 
 class Gradients:

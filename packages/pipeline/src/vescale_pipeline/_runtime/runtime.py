@@ -315,7 +315,7 @@ class Runtime:
                 with suppress(Exception):  # an object of the caller's that holds what a part left, as a cache does
                     again = self._read(lambda: kept(whole), stations, others)
             call.whole = None if again is None else again.result
-            call.outputs = outputs(notes, others, len(parts), (small, tensors_in(returned[:1])))
+            call.is_told(outputs(notes, others, len(parts), (small, tensors_in(returned[:1]))))
         if notes.takes_own and (self._loss is None or evaluates or call.numbers):
             call.record = replace(call.record, takes_own=True)
         check_views(whole, parts[0], written, lambda tensor: self._member.codec.encode(tensor)[0])

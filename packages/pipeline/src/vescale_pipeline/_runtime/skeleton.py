@@ -85,20 +85,9 @@ class Run:
     """
 
     __slots__ = (
-        "_events",
-        "_crossing",
-        "_open",
-        "_stage",
-        "_at",
-        "values",
-        "_replays",
-        "_is_whole",
-        "_left",
-        "_began",
-        "kept",
-        "_grad",
-        "_lift",
-    )
+        "_at", "_began", "_crossing", "_events", "_grad", "_is_whole", "_left", "_lift", "_open", "_replays", "_stage",
+        "kept", "values",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -161,7 +150,7 @@ class Run:
         current.reader = None
         if event.is_plain and not self._left:  # most modules
             try:
-                if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
+                if len(args) == 1 and not kwargs and isinstance(only := args[0], Tensor):
                     out = station.original(self._real(only))
                 else:
                     args, kwargs = map_tensors((args, kwargs), self._real)

@@ -224,9 +224,11 @@ class Stage:
         both = [i for i in there if sums[i] is not None]
         if both:
             _foreach_add_([sums[i] for i in both], [gradients[i] for i in both])
+        with local_only():
+            owned = {i for i in there if sums[i] is None and _is_owned(gradients, i)}
         for i in there:
             if sums[i] is None:
-                sums[i] = gradients[i] if _is_owned(gradients, i) else gradients[i].clone()
+                sums[i] = gradients[i] if i in owned else gradients[i].clone()
 
 
 def _is_owned(gradients: Gradients, i: int) -> bool:
@@ -235,9 +237,8 @@ def _is_owned(gradients: Gradients, i: int) -> bool:
     Autograd hands on what needs no work: `x + weight` gives x, the weight and the next stage's gradient one memory, in
     one object or in several. A Linear's is a view of the product that it made, which nothing but the view holds then.
     """
-    with local_only():
-        alone = _ALONE if gradients[i]._base is None else _VIEW_ALONE
-        return gradients[i].is_contiguous() and _holders(gradients, i) <= alone
+    alone = _ALONE if gradients[i]._base is None else _VIEW_ALONE
+    return gradients[i].is_contiguous() and _holders(gradients, i) <= alone
 
 
 def _holders(tensors: Sequence[Tensor], i: int) -> int:

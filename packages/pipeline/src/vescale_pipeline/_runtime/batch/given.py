@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_trace.values import copied, fill, parts, tensors_in
+from vescale_trace.values import PLAIN, copied, fill, parts, tensors_in
 
 from ..._errors import PipelineError
 from ..._trace.placeholder import Placeholder, version_of
 
 Part = tuple[tuple, dict[str, Any]]
+_LEAVES = PLAIN | {Tensor}
 
 
 def on_copies(part: Part, which: Collection[int] | None = None) -> Part:
@@ -86,7 +87,9 @@ class Runs:
     def of_stage(self, part: Part) -> Any:
         """A microbatch's, of a stage; what the latest has left is kept."""
         if not self._written:
-            return self._forward(copied(part))
+            args, kwargs = part
+            holds_none = _LEAVES.issuperset(map(type, (*args, *kwargs.values())))  # containers that it may change
+            return self._forward(part if holds_none else copied(part))
         copy = on_copies(part, self._written)
         self._last[id(part)] = self.places(copy)
         return self._forward(copy)
