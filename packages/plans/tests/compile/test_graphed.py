@@ -1,5 +1,6 @@
 """Whole steps from a graph, on the second device, whose graphs keep addresses and numbers as CUDA's do."""
 
+import contextlib
 import random
 import warnings
 from functools import partial
@@ -168,6 +169,81 @@ def test_ranks_are_compared_as_often_as_by_eager_steps():
         assert eager == [0, 1, 2, 3, 100]
 
 
+# ------------------------------------------------------------ gradients between calls
+
+
+class ZeroedFirst(Training):
+    def step(self, tokens):
+        self.optimizer.zero_grad()
+        loss = self.model(tokens)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class UpdatedFirst(Training):
+    """Its optimizer steps with the gradients of the call before."""
+
+    def step(self, tokens):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model(tokens).backward()
+        return {}
+
+
+class UpdatedOutside(Training):
+    def step(self, tokens):
+        self.model(tokens).backward()
+        return {}
+
+    def between(self, number):
+        if number % 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        elif number == 8:
+            self.model(tokens_of(number)).backward()
+
+
+class Accumulated(Training):
+    """Every third call is of other sizes, and updates."""
+
+    def step(self, tokens):
+        self.model(tokens).backward()
+        if tokens.shape[1] < LENGTH:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {}
+
+
+class NotReduced(Training):
+    """Every third call reduces, and updates."""
+
+    def step(self, tokens):
+        with plans.no_sync(self.model) if tokens.shape[1] == LENGTH else contextlib.nullcontext():
+            return Accumulated.step(self, tokens)
+
+
+def with_gradients(kind, name):
+    def between(side, number):
+        getattr(side, "between", lambda number: None)(number)
+
+    return same(partial(kind, PLANS[name]), 24, between, (LENGTH, LENGTH, LENGTH - 1))
+
+
+@pytest.mark.parametrize("kind", [ZeroedFirst, UpdatedFirst, UpdatedOutside, Accumulated])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_gradients_that_stay_are_where_the_graph_reads_them(kind, name):
+    for whys in on_ranks(2, with_gradients, kind, name):
+        assert whys[-6:] == [""] * 6, whys
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_gradients_that_are_not_reduced_stay_apart_under_zero3(name):
+    for whys in on_ranks(2, with_gradients, NotReduced, name):
+        refused = ["not reduced yet under ZeRO-3" in why for why in whys[-6:]]
+        assert refused == [True] * 6 if name == "zero3" else whys[-6:] == [""] * 6, whys
+
+
 # ------------------------------------------------------------ what is another step
 
 
@@ -229,10 +305,32 @@ def frozen(side, number):
         side.model.out.bias.requires_grad_(False)
 
 
+def number_of_a_module(side, number):
+    if number == 6:
+        side.model.blocks[0].drop.p = 0.5
+
+
+def number_of_the_step(side, number):
+    if number == 6:
+        side.parts = 2
+
+
+def hooked(side, number):
+    if number == 6:
+        side.model.out.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def hooked_parameter(side, number):
+    if number == 6:
+        side.model.out.bias.register_hook(lambda gradient: gradient * 2)
+
+
 CHANGES = {
     "lr of the optimizer went from 0.01 to 0.001": rate_changes, "train() or eval() was called": in_evaluation,
     "a state of the optimizer lies elsewhere": loaded_elsewhere, "a parameter lies elsewhere": moved,
     "a parameter lies elsewhere, or is trained otherwise": frozen,
+    "blocks.0.drop.p went from 0.0 to 0.5": number_of_a_module, "self.parts went from 1 to 2": number_of_the_step,
+    "out has other entries": hooked, "a parameter has other hooks": hooked_parameter,
 }  # fmt: skip
 
 
@@ -320,7 +418,33 @@ def schedules(training):
     return step
 
 
+def draws_from_its_own(training):
+    generator = torch.Generator("second")
+    return lambda tokens: training.step(tokens)["loss"] * torch.rand((), device="second", generator=generator)
+
+
+def takes_from_an_iterator(training):
+    numbers = iter(range(100))
+    return lambda tokens: training.step(tokens)["loss"] * next(numbers)
+
+
+def returns_an_object(training):
+    return lambda tokens: iter([training.step(tokens)["loss"]])
+
+
+def counts_in_the_optimizer(training):
+    training.optimizer.count = 0
+
+    def step(tokens):
+        training.optimizer.count += 1
+        return training.step(tokens)
+
+    return step
+
+
 REFUSED = {
+    "it changes the generator generator": draws_from_its_own, "it takes from numbers": takes_from_an_iterator,
+    "it returns a list_iterator": returns_an_object, "it changes AdamW.count": counts_in_the_optimizer,
     "the host waits for the device": reads, "it changes count on the host": counts, "it changes losses": collects,
     "it changes Model.steps": counts_in_the_model, "the generator of random": draws_on_the_host,
     "the host's generator": draws_of_torch_on_the_host, "scheduler": schedules,
@@ -367,23 +491,55 @@ def test_dropout_that_is_computed_again_is_refused():
 
 
 def fails_in_its_capture():
-    training = Training()
-    calls = iter([False] * 4 + [True] + [False] * 9)
+    training, waits = Training(), []
 
     def step(tokens):
-        if next(calls):
+        training.model(tokens).backward()
+        if waits:
             torch.second.synchronize()
-        return training.step(tokens)
+        return training.optimizer.zero_grad()
 
     run = plans.graphed(step, training.model, training.optimizer)
     for number in range(4):
         run(tokens_of(number))
+    waits.append(True)
     with pytest.raises(PlanError, match=r"cannot be captured.*\n.*operation not permitted when stream is capturing"):
         run(tokens_of(4))
+    assert {parameter.grad for parameter in training.model.parameters()} == {None}
 
 
 def test_a_wait_within_the_capture_alone_is_a_typed_error():
     on_ranks(1, fails_in_its_capture)
+
+
+def one_in_another():
+    training = Training()
+    looks = plans.graphed(lambda tokens: training.model(tokens), training.model)
+
+    def step(tokens):
+        with torch.no_grad():
+            loss = looks(tokens)
+        return loss + training.step(tokens)["loss"]
+
+    run = plans.graphed(step, training.model, training.optimizer)
+    for number in range(8):
+        run(tokens_of(number))
+    return run.why
+
+
+def test_a_graphed_step_in_another_is_a_part_of_its_graph():
+    assert on_ranks(1, one_in_another) == [""]
+
+
+def numbers_that_change():
+    training = Training()
+    run = plans.graphed(lambda tokens, number: training.step(tokens), training.model, training.optimizer)
+    return warned(lambda: [run(tokens_of(number), float(number)) for number in range(12)])[1]
+
+
+def test_a_number_that_is_another_in_every_call_is_said():
+    ((said,),) = on_ranks(1, numbers_that_change)
+    assert "over 8 kinds of calls" in said and "as a tensor" in said
 
 
 def test_on_a_cpu_every_call_is_eager_and_nothing_is_said():

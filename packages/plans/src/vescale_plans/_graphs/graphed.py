@@ -16,12 +16,12 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import attach, local_only
 from vescale_rng.state import Recorded, generators_of
 from vescale_trace.stack import users_level
-from vescale_trace.values import PLAIN, map_tensors, named, tensors_in
+from vescale_trace.values import PLAIN, leaves, map_tensors, named, tensors_in
 
 from .._capture.mode import watcher
 from .._plan.parts import PlanError
 from .._torch_private import version_of
-from .held import Held, Optimizer
+from .held import Held, Optimizer, gradients_of, has_apart, parameters_of, set_gradients
 from .host import Draws, Host, waits_of_host
 
 MOST = 8
@@ -49,12 +49,14 @@ def graphed(step: Callable, *state: nn.Module | Optimizer) -> Graphed:
     call copies its tensors to where the graph reads them, and runs it. What it returns is a copy, without a graph of
     autograd's. A call is eager, and a `GraphWarning` says why, once for each reason, where its graph would be another
     step: for other sizes (each gets a graph of its own, at most 8), after `eval()` or a checkpoint that lies elsewhere,
-    for a learning rate that is another number. One that changes has to be a tensor, which schedulers write to:
+    for a learning rate, or an attribute that Python reads, that is another number. A rate that changes has to be a
+    tensor, which schedulers write to:
     `torch.optim.AdamW(params, lr=torch.tensor(1e-3, device=...), capturable=True)`. Calls in which ranks are compared
     are eager, too: one of a hundred.
 
     Refused, so that every call is eager: a step for which the host waits (`loss.item()`), one that counts or draws on
-    the host, draws of sharded tensors, a pipeline, inputs on the host. On a CPU every call is eager, without a warning.
+    the host, takes from an iterator, or returns an object, draws of sharded tensors, a pipeline, inputs on the host.
+    On a CPU every call is eager, without a warning.
 
     Arguments:
         step: takes tensors on the device, and other values, for each of which there is a graph.
@@ -72,6 +74,8 @@ class Graphed:
         why: why the last call was eager, "" if a graph was run.
     """
 
+    _captures = False
+
     def __init__(self, step: Callable, state: Sequence[nn.Module | Optimizer]) -> None:
         self._models = [one for one in state if isinstance(one, nn.Module)]
         self._optimizers = [one for one in state if isinstance(one, Optimizer)]
@@ -85,6 +89,7 @@ class Graphed:
         self._device = next((one.device for model in self._models for one in model.parameters()), torch.device("cpu"))
         self._side: torch.Stream | None = None  # on which the step runs: autograd keeps to one
         self._said: set[str] = set()
+        self._trained = parameters_of(self._models, self._optimizers)
         self.why = "not called"
         update_wrapper(self, step, updated=())
 
@@ -101,16 +106,20 @@ class Graphed:
         tensors = [one for one in given.values() if isinstance(one, Tensor)]
         if wrong := _wrong(given):
             return self._on_side(args, kwargs, self._tell(wrong))
-        known = self._inputs(tuple((place, *_kind(one)) for place, one in given.items()))
+        gradients = gradients_of(self._trained)
+        there = tuple(one is not None for one in gradients)
+        known = self._inputs((there, *((place, *_kind(one)) for place, one in given.items())))
         if known.graph is None:
             return self._towards(known, args, kwargs, tensors)
         if why := self._due(known) or watcher() or self._left(known):
             return self._on_side(args, kwargs, why)
-        return self._run(known, tensors)
+        return self._run(known, tensors, gradients)
 
     def _never(self) -> str:
         """Returns why no call is run from a graph."""
         kind = self._device.type
+        if Graphed._captures:
+            return "it is a part of a step that is captured"
         if kind in ("cpu", "meta") or not (kind == "cuda" or hasattr(torch.accelerator, "Graph")):
             return f"{kind} has no graphs"
         if any(held.runtime is not None for held in self._held):
@@ -121,7 +130,9 @@ class Graphed:
         known = self._known.setdefault(key, _Inputs())
         self._known.move_to_end(key)
         if len(self._known) > MOST:
-            self._known.popitem(last=False)
+            _, dropped = self._known.popitem(last=False)
+            if dropped.graph is None:
+                self._tell(_OTHERS)
         return known
 
     def _due(self, known: _Inputs) -> str:
@@ -136,12 +147,13 @@ class Graphed:
         if known.other is not None and not known.other.changed():
             known.forget()
         else:
-            known.other = Held(self._models, self._optimizers)
+            known.other = Held(self._step, self._models, self._optimizers)
         return self._tell(f"{why}, which its graph does not know")
 
     def _tell(self, why: str) -> str:
-        if why not in self._said:
-            self._said.add(why)
+        kind = why.partition(" went from ")[0]  # a number that changes in every call is one reason
+        if kind not in self._said:
+            self._said.add(kind)
             name = getattr(self._step, "__qualname__", type(self._step).__name__)
             warnings.warn(f"{name} runs eagerly: {why}", GraphWarning, stacklevel=users_level())
         return why
@@ -166,7 +178,7 @@ class Graphed:
 
     def _watched(self, known: _Inputs, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         host, draws = Host(self._step, self._models, self._optimizers), Draws(self._device.type)
-        versions = [*map(version_of, tensors)]
+        versions, apart = [*map(version_of, tensors)], has_apart(self._trained)
         with waits_of_host(self._device.type) as waits:
             out = self._on_side(args, kwargs, _NOT_YET)
         changed = host.changed()
@@ -176,17 +188,26 @@ class Graphed:
             known.refused = "it writes to what it is given, which a graph has a copy of"
         elif changed:
             known.refused = f"it changes {changed} on the host, where a graph changes nothing{_REMEDY}"
-        else:
-            known.refused = draws.refused(any(root.recipe.fit.checkpointed for root in self._held))
+        elif wrong := draws.refused(any(root.recipe.fit.checkpointed for root in self._held)):
+            known.refused = wrong
+        elif iterator := host.iterator():
+            known.refused = f"it takes from {iterator} on the host, where a graph takes nothing"
+        elif wrong := _not_copied(out):
+            known.refused = f"it returns a {wrong}, whose tensors its next run would write to"
+        elif apart or has_apart(self._trained):
+            known.refused = "a gradient that stays is not as its parameter: sparse, or not reduced yet under ZeRO-3"
         known.state = "watched"
         return out
 
     def _on_side(self, args: tuple, kwargs: dict, why: str) -> Any:
         """An eager call."""
         self.why = why
-        own = [one for model in self._models for one in (*model.parameters(), *model.buffers())]
-        with self._aside([*tensors_in((args, kwargs)), *own]) as leave:
-            return leave(self._step(*args, **kwargs))
+        self._trained = parameters_of(self._models, self._optimizers)
+        own = [*self._trained, *(one for model in self._models for one in model.buffers())]
+        with self._aside([*tensors_in((args, kwargs)), *own, *tensors_in(gradients_of(self._trained))]) as leave:
+            out = self._step(*args, **kwargs)
+            leave(gradients_of(self._trained))
+            return leave(out)
 
     @contextlib.contextmanager
     def _aside(self, tensors: Sequence[Tensor]) -> Iterator[Callable]:
@@ -217,6 +238,8 @@ class Graphed:
     # --- a graph ------------------------------------------------------------------------------
 
     def _capture(self, known: _Inputs, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+        self._trained = parameters_of(self._models, self._optimizers)
+        gradients = gradients_of(self._trained)
         with self._aside(tensors), torch.no_grad(), local_only():
             known.inputs = [tensor.detach().clone() for tensor in tensors]
         known.draws = Recorded(generators_of(self._device.type)[1])
@@ -226,31 +249,41 @@ class Graphed:
         how = {"capture_error_mode": "thread_local"} if self._device.type == "cuda" else {}
         with self._aside([]), known.draws.capture():
             graph.capture_begin(**how)
+            Graphed._captures = True
             try:
                 known.out = map_tensors(self._step(*args, **kwargs), Tensor.detach)
             except BaseException as error:
                 known.refused = "it could not be captured"
+                set_gradients(self._trained, gradients)  # nothing has run
                 with contextlib.suppress(RuntimeError):  # the first error is the one to be told
                     graph.capture_end()
                 if not isinstance(error, RuntimeError):
                     raise
                 raise _failed(error) from error
+            finally:
+                Graphed._captures = False
             graph.capture_end()
-        known.graph, known.held = graph, Held(self._models, self._optimizers)
+        known.graph, known.held = graph, Held(self._step, self._models, self._optimizers)
+        known.gradients = gradients, gradients_of(self._trained)
+        set_gradients(self._trained, gradients)
         for root, count in zip(self._roots, known.counts):
             root.calls -= count  # the run counts them
-        return self._run(known, tensors)
+        return self._run(known, tensors, gradients)
 
-    def _run(self, known: _Inputs, tensors: list[Tensor]) -> Any:
+    def _run(self, known: _Inputs, tensors: list[Tensor], gradients: list[Tensor | None]) -> Any:
         self.why = ""
+        before, after = known.gradients
         for root, count in zip(self._roots, known.counts):
             root.calls += count
-        with self._aside(tensors) as leave, torch.no_grad():
+        with self._aside([*tensors, *tensors_in(gradients)]) as leave, torch.no_grad():
             with local_only():
-                for kept, tensor in zip(known.inputs, tensors):
-                    kept.copy_(tensor)
+                for kept, tensor in zip((*known.inputs, *before), (*tensors, *gradients)):
+                    if kept is not None and kept is not tensor:
+                        kept.copy_(tensor)
             with known.draws.run():
                 known.graph.replay()
+            if any(one is not other for one, other in zip(after, gradients)):
+                set_gradients(self._trained, after)
             return leave(map_tensors(known.out, Tensor.clone))
 
 
@@ -268,10 +301,12 @@ class _Inputs:
         self.held: Any = None
         self.other: Held | None = None  # the state with which the last call was eager
         self.inputs: list[Tensor] = []
+        self.gradients: tuple[list, list] = [], []  # where it reads them, and where it leaves them
         self.out: Any = None
 
 
 _NOT_YET = "not captured yet"
+_OTHERS = f"over {MOST} kinds of calls, by sizes and values: give a number that changes as a tensor on the device"
 _REMEDY = ": do it between the calls; AdamW(..., capturable=True) counts on the device"
 
 
@@ -296,6 +331,12 @@ def _wrong(given: dict[str, Any]) -> str:
     return ""
 
 
+def _not_copied(out: Any) -> str:
+    """Returns the class of an object in what a step returns that may hold tensors, "" for none."""
+    fixed = (Tensor, torch.dtype, torch.device, *PLAIN)
+    return next((type(one).__name__ for one in leaves(out) if not isinstance(one, fixed)), "")
+
+
 def _like(tensor: Tensor, kept: Tensor) -> Tensor:
     return attach(kept, tensor._layout) if type(tensor) is DTensor else kept
 
@@ -303,7 +344,7 @@ def _like(tensor: Tensor, kept: Tensor) -> Tensor:
 def _failed(error: RuntimeError) -> PlanError:
     return PlanError(
         "graphed",
-        "the step cannot be captured, and its gradients are half done by now",
+        "the step cannot be captured; nothing of this call has run",
         [f"{type(error).__name__}  {str(error).strip().partition(chr(10))[0][:300]}"],
         [
             ("call the step itself", "eager: every call as before"),

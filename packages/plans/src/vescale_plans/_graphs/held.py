@@ -7,24 +7,26 @@ evaluation, a run of it would be silently another step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import local_only, plain_grad
-from vescale_trace.values import named, same
+from vescale_dtensor.engine import local_only, plain_grad, set_plain_grad, set_reduced_grad
+from vescale_trace.values import named, same, tensors_in
 
-Optimizer = torch.optim.Optimizer
+from .reads import Optimizer as Optimizer
+from .reads import Reads
 
 
 class Held:
     """The state of models and optimizers as it is now."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, step: Callable, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers
+        self._reads = Reads(step, models, optimizers)
         with local_only():
             self._was = self._now()
         self._kept = [*self._tensors()]  # nobody else is given their memory
@@ -34,7 +36,7 @@ class Held:
         with local_only():
             now = self._now()
         if now == self._was:
-            return ""
+            return self._reads.changed()
         for (what, before), (_, after) in zip(self._was.items(), now.items()):
             if before != after:
                 return self._named(what, before, after)
@@ -42,24 +44,19 @@ class Held:
 
     def _now(self) -> dict[str, Any]:
         modules = [module for model in self._models for module in model.modules()]
-        parameters = self._parameters()
+        parameters = parameters_of(self._models, self._optimizers)
         return {
             "training": [module.training for module in modules],
             "memory": [(_address(one), one.requires_grad) for one in parameters],
+            "hooks": [_hooks(one) for one in parameters],
             "buffers": [_address(one) for model in self._models for one in model.buffers()],
-            "gradients": [_gradient(one) for one in parameters],
             "states": [_address(one) for one in _states(self._optimizers)],
             "groups": [*_numbers(self._optimizers)],
             "modes": _modes(),
         }
 
-    def _parameters(self) -> list[Tensor]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = {id(one): one for group in groups for one in group["params"]}
-        return [*(trained | {id(one): one for model in self._models for one in model.parameters()}).values()]
-
     def _tensors(self) -> Iterator[Tensor]:
-        yield from self._parameters()
+        yield from parameters_of(self._models, self._optimizers)
         yield from (one for model in self._models for one in model.buffers())
         yield from _states(self._optimizers)
 
@@ -71,8 +68,9 @@ class Held:
             return "the optimizer has other groups"
         return {
             "training": "train() or eval() was called", "memory": "a parameter lies elsewhere, or is trained otherwise",
-            "buffers": "a buffer lies elsewhere", "gradients": "gradients lie elsewhere, or are gone",
-            "states": "a state of the optimizer lies elsewhere", "modes": "autocast or a mode of torch is another",
+            "hooks": "a parameter has other hooks",
+            "buffers": "a buffer lies elsewhere", "states": "a state of the optimizer lies elsewhere",
+            "modes": "autocast or a mode of torch is another",
         }[what]  # fmt: skip
 
 
@@ -80,12 +78,37 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def _gradient(parameter: Tensor) -> tuple[int, ...]:
-    """Returns where a parameter's gradient lies, in both of the places where that of a DTensor may."""
-    held = [parameter.grad]
-    if type(parameter) is DTensor:
-        held = [plain_grad(parameter), parameter.__dict__.get("_reduced_grad")]
-    return tuple(0 if one is None else _address(one) for one in held)
+def parameters_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = {id(one): one for group in groups for one in group["params"]}
+    return [*(trained | {id(one): one for model in models for one in model.parameters()}).values()]
+
+
+def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns the parameters' gradients, two of each: that of a DTensor may be in two places."""
+    with local_only():
+        return [held for one in parameters for held in (plain_grad(one), one.__dict__.get("_reduced_grad"))]
+
+
+def set_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Gives parameters back what `gradients_of` returned."""
+    with local_only():
+        for one, plain, reduced in zip(parameters, gradients[::2], gradients[1::2]):
+            set_plain_grad(one, plain)
+            if type(one) is DTensor:
+                set_reduced_grad(one, reduced)
+
+
+def has_apart(parameters: Sequence[Tensor]) -> bool:
+    """Returns whether autograd holds a gradient that could not be put back: sparse, or of other sizes, as ZeRO-3's are
+    within `no_sync`."""
+    with local_only():
+        held = [(one, plain_grad(one)) for one in parameters]
+        return any(two is not None and (two.is_sparse or two.shape != one.shape) for one, two in held)
+
+
+def _hooks(parameter: Tensor) -> tuple[int, int]:
+    return len(parameter._backward_hooks or ()), len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _states(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
@@ -96,7 +119,7 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
                 if key != "params" and isinstance(value, Tensor) and not value.is_cpu:
                     yield value
         for state in optimizer.state.values():
-            yield from (one for one in state.values() if isinstance(one, Tensor) and not one.is_cpu)
+            yield from (one for one in tensors_in(state) if not one.is_cpu)
 
 
 def _numbers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:

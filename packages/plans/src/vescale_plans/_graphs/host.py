@@ -4,8 +4,6 @@ stand still, and a random number of the host's would be the same for ever."""
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +18,7 @@ from vescale_trace.values import named, same
 
 from .._torch_private import version_of
 from .held import Optimizer
+from .reads import Reads, names_of, root_of
 
 _WAITS = "called a synchronizing"  # as torch says it of every device
 
@@ -33,12 +32,8 @@ class Host:
 
     def __init__(self, step: Callable, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._step, self._optimizers = step, optimizers
-        held = nn.Module()
-        for number, model in enumerate(models):
-            held.add_module(f"{type(model).__name__}{number or ''}", model)
-        others = {name: one for name, one in _names(step).items() if not isinstance(one, (nn.Module, Optimizer))}
-        held.__dict__.update(others)
-        self._kept = Kept(held, copies=False)
+        self._kept, self._reads = Kept(root_of(step, models), copies=False), Reads(step, models, optimizers)
+        self._generators = {slot.name: one for slot, one in self._kept.held() if isinstance(one, torch.Generator)}
         self._was = self._now()
 
     def changed(self) -> str:
@@ -50,12 +45,17 @@ class Host:
         if now.keys() != self._was.keys():
             return next(iter(now.keys() ^ self._was.keys()))
         slots = self._kept.changed()
-        return slots[0].name if slots else ""
+        return slots[0].name if slots else self._reads.changed().partition(" ")[0]
+
+    def iterator(self) -> str:
+        """Returns the name of an iterator that the step takes from, "" for none."""
+        return next((name for name, one in names_of(self._step).items() if isinstance(one, Iterator)), "")
 
     def _now(self) -> dict[str, Any]:
         found: dict[str, Any] = {"the host's generator": torch.get_rng_state().numpy().tobytes()}
         found |= {f"the generator of {name}": state for name, state in python_states().items()}
-        for name, value in _names(self._step).items():
+        found |= {f"the generator {name}": one.get_state().numpy().tobytes() for name, one in self._generators.items()}
+        for name, value in names_of(self._step).items():
             found[name] = value
             if not isinstance(value, (nn.Module, Optimizer, type)) and hasattr(value, "state_dict"):
                 found |= {place: _of_host(leaf) for place, leaf in named(value.state_dict(), name)}
@@ -74,15 +74,6 @@ def _of_host(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (id(leaf), version_of(leaf)) if leaf.is_cpu else None
     return leaf
-
-
-def _names(step: Callable) -> dict[str, Any]:
-    """Returns what names in a function stand for, those around it and those of its module; a method's object, too."""
-    while isinstance(step, functools.partial):
-        step = step.func
-    found = inspect.getclosurevars(step) if inspect.isroutine(step) else None
-    own = {"self": getattr(step, "__self__", None if found else step)}
-    return own | (dict(found.nonlocals) | dict(found.globals) if found else {})
 
 
 class Draws:

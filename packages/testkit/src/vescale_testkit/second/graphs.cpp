@@ -117,6 +117,7 @@ Tensor frozen(const Tensor& tensor, const std::string& by) {
   const Storage& storage = tensor.storage();
   void* memory = const_cast<void*>(storage.data());
   if (memory && !now.load()->holds(memory)) now.load()->used.emplace(memory, Use{storage, by});
+  writes(tensor);  // it may: the schema of batch normalization does not say what it does to its buffers
   Storage same(Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(memory, memory, &nothing, storage.device()), nullptr, false);
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       std::move(same), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), tensor.dtype());
