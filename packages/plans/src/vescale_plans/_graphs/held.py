@@ -118,7 +118,7 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
             for key, value in group.items():
                 if key != "params" and isinstance(value, Tensor) and not value.is_cpu:
                     yield value
-        for state in optimizer.state.values():
+        for state in getattr(optimizer, "_held_states", optimizer.state).values():  # of shards, as they lie
             yield from (one for one in tensors_in(state) if not one.is_cpu)
 
 
