@@ -111,13 +111,13 @@ def _spans(influence: Influence) -> tuple[Span, ...]:
 def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influence]]) -> list[Group]:
     sources = pairs[sink]
     call = found.calls[sink]
-    dim = _whole_dim(call.inward, found.shapes[sink[0]])
+    dim = _feature_dim(call.inward, found.shapes[sink[0]])
     if found.is_later(sink) or dim is None:
         return []
     made = []
     for key, influence in sources.items():
         source = found.calls[key]
-        outward = _whole_dim(source.outward, found.shapes[key[0]])
+        outward = _feature_dim(source.outward, found.shapes[key[0]])
         if outward is None:
             continue
         made.append(
@@ -179,7 +179,7 @@ def _matrices(found: Findings) -> tuple[Matrix, ...]:
     return tuple(made.values())
 
 
-def _whole_dim(features: Features | None, shape: Sequence[int]) -> int | None:
+def _feature_dim(features: Features | None, shape: Sequence[int]) -> int | None:
     """The dim of a parameter all of whose indices these are, in order."""
     if features is None or features.dim is None or len(features.index) != shape[features.dim]:
         return None
@@ -205,7 +205,7 @@ def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
     for key, call in found.calls.items():
         if call.lookup or call.stack or call.convolution or key in pairs or found.influences.get(key):
             continue
-        dim = _whole_dim(call.outward, found.shapes[key[0]])
+        dim = _feature_dim(call.outward, found.shapes[key[0]])
         if call.outer is not None and dim is not None and key not in found.routers:
             made[key[0]] = Vocabulary(key[0], call.bias, dim, call.path[-1] if call.path else None)
     return tuple(made.values())
