@@ -306,3 +306,23 @@ def test_grids_bilinear_and_prelu():
             compare(lambda t: F.affine_grid(t, (3, 4, 2, 2), align_corners=False), [rand(3, 2, 3)], [tp], mesh)
 
     strictly(check)
+
+
+def test_transposed_groups_of_one_channel_that_give_several():
+    """Channels of input and result are cut into other pieces: groups stay whole where ranks would get parts of one."""
+
+    def check():
+        mesh = mesh_of(2, 2)
+        x, weight, bias = rand(2, 2, 4, 4), rand(2, 2, 3, 3), rand(4)
+        for places in ([(S(0), S(3)), (S(0), S(3)), (S(0), S(0))], [(S(1), R), (S(0), R), (R, S(0))]):
+            for operands in ([x, weight, bias], [x, weight]):
+                compare(
+                    lambda *given: F.conv_transpose2d(*given, stride=2, groups=2),
+                    operands,
+                    places[: len(operands)],
+                    mesh,
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
+
+    run_ranks(4, check)

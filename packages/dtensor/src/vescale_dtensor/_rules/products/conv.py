@@ -70,7 +70,7 @@ def _convolution(call: Call, groups: int, transposed: bool) -> Signature | None:
         channels, summed, whole, run = ("c", "o"), {"c"}, (), call.function
     else:
         kernel, channels, summed = ("g", None), ("g", "g"), ()
-        whole = () if _keeps_groups(call, groups, len(batch)) else {"g"}
+        whole = () if _keeps_groups(call, groups, len(batch), shapes[0][len(batch)]) else {"g"}
         run = _regrouped(call.function, len(batch), x.shape[len(batch)] // groups)
     inputs = [(*batch, channels[0], *window), (*kernel, *window)]
     addends = ()
@@ -88,13 +88,13 @@ def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
     return bias.reshape(-1, *[1] * (weight.ndim - 2))
 
 
-def _keeps_groups(call: Call, groups: int, channel: int) -> bool:
+def _keeps_groups(call: Call, groups: int, channel: int, out: int) -> bool:
     """True if every cut of the channels that the solver may choose gives each rank whole groups.
 
     It may cut them on each axis that shards anything: evenly, or as an operand brings it, in as many chunks as its
-    segments or its dealing out have. A channel that is a group of its own may lie anywhere.
+    segments or its dealing out have. A channel that is a group of its own, and gives one `out`, may lie anywhere.
     """
-    if groups == call.operands[0].shape[channel] == call.operands[1].shape[0]:
+    if groups == call.operands[0].shape[channel] == out:
         return True
     chunks = {
         axis: call.mesh.sizes[axis]
