@@ -1,6 +1,7 @@
 """Whole steps from a graph, on the second device, whose graphs keep addresses and numbers as CUDA's do."""
 
 import contextlib
+import math
 import random
 import warnings
 from functools import partial
@@ -29,7 +30,8 @@ PLANS = {
         checkpointing={"blocks.*": True},
     ),
 }  # fmt: skip
-NOT_YET = "not captured yet"
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="torch has no graphs of any device")
 
 
 class Block(nn.Module):
@@ -263,6 +265,26 @@ def test_other_sizes_have_a_graph_of_their_own():
         assert whys[-8:] == [""] * 8 and not said
 
 
+def told_apart():
+    training, number = Training(), iter(range(100))
+
+    def step(tokens, other, factor):
+        loss = training.step(tokens)["loss"]
+        return loss, other is tokens, math.copysign(1, factor), type(factor).__name__
+
+    run = plans.graphed(step, training.model, training.optimizer)
+    for _ in range(8):
+        for factor, is_one in ((0.0, True), (-0.0, True), (0.0, False), (1, True), (True, True)):
+            tokens = tokens_of(next(number))
+            _, *said = run(tokens, tokens if is_one else tokens.clone(), factor)
+            assert said == [is_one, math.copysign(1, factor), type(factor).__name__]
+    return run.graphs, run.why
+
+
+def test_arguments_that_only_compare_as_equal_have_graphs_of_their_own():
+    assert on_ranks(1, told_apart) == [(5, "")]
+
+
 def many_lengths():
     training = Training()
     run = training.graphed()
@@ -315,6 +337,10 @@ def number_of_the_step(side, number):
         side.parts = 2
 
 
+def same_number_of_another_type(side, number):
+    side.model.flag = 1 if number < 6 else True
+
+
 def hooked(side, number):
     if number == 6:
         side.model.out.register_forward_hook(lambda module, given, out: out * 2)
@@ -330,6 +356,7 @@ CHANGES = {
     "a state of the optimizer lies elsewhere": loaded_elsewhere, "a parameter lies elsewhere": moved,
     "a parameter lies elsewhere, or is trained otherwise": frozen,
     "blocks.0.drop.p went from 0.0 to 0.5": number_of_a_module, "self.parts went from 1 to 2": number_of_the_step,
+    "flag went from 1 to True": same_number_of_another_type,
     "out has other entries": hooked, "a parameter has other hooks": hooked_parameter,
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import attach, local_only
-from vescale_rng.state import Recorded, generators_of
+from vescale_rng.state import Recorded, generators_of, recorded
 from vescale_trace.stack import users_level
 from vescale_trace.values import PLAIN, leaves, map_tensors, named, tensors_in
 
@@ -23,6 +23,7 @@ from .._plan.parts import PlanError
 from .._torch_private import version_of
 from .held import Held, Optimizer, gradients_of, has_apart, parameters_of, set_gradients
 from .host import Draws, Host, waits_of_host
+from .reads import mark
 
 MOST = 8
 """Graphs of one step, each for other inputs; the one that was not run for the longest time is dropped."""
@@ -74,8 +75,6 @@ class Graphed:
         why: why the last call was eager, "" if a graph was run.
     """
 
-    _captures = False
-
     def __init__(self, step: Callable, state: Sequence[nn.Module | Optimizer]) -> None:
         self._models = [one for one in state if isinstance(one, nn.Module)]
         self._optimizers = [one for one in state if isinstance(one, Optimizer)]
@@ -108,7 +107,8 @@ class Graphed:
             return self._on_side(args, kwargs, self._tell(wrong))
         gradients = gradients_of(self._trained)
         there = tuple(one is not None for one in gradients)
-        known = self._inputs((there, *((place, *_kind(one)) for place, one in given.items())))
+        alike = tuple(map([*map(id, tensors)].index, map(id, tensors)))  # which of them are one
+        known = self._inputs((there, alike, *((place, *_kind(one)) for place, one in given.items())))
         if known.graph is None:
             return self._towards(known, args, kwargs, tensors)
         if why := self._due(known) or watcher() or self._left(known):
@@ -118,7 +118,7 @@ class Graphed:
     def _never(self) -> str:
         """Returns why no call is run from a graph."""
         kind = self._device.type
-        if Graphed._captures:
+        if recorded() is not None:
             return "it is a part of a step that is captured"
         if kind in ("cpu", "meta") or not (kind == "cuda" or hasattr(torch.accelerator, "Graph")):
             return f"{kind} has no graphs"
@@ -249,7 +249,6 @@ class Graphed:
         how = {"capture_error_mode": "thread_local"} if self._device.type == "cuda" else {}
         with self._aside([]), known.draws.capture():
             graph.capture_begin(**how)
-            Graphed._captures = True
             try:
                 known.out = map_tensors(self._step(*args, **kwargs), Tensor.detach)
             except BaseException as error:
@@ -260,8 +259,6 @@ class Graphed:
                 if not isinstance(error, RuntimeError):
                     raise
                 raise _failed(error) from error
-            finally:
-                Graphed._captures = False
             graph.capture_end()
         known.graph, known.held = graph, Held(self._step, self._models, self._optimizers)
         known.gradients = gradients, gradients_of(self._trained)
@@ -313,7 +310,7 @@ _REMEDY = ": do it between the calls; AdamW(..., capturable=True) counts on the 
 def _kind(value: Any) -> tuple:
     """Returns by what of an argument graphs differ: the sizes, the layout and the dtype of a tensor, else its value."""
     if not isinstance(value, Tensor):
-        return type(value), value
+        return (mark(value),)
     layout = value._layout if type(value) is DTensor else None
     return type(value), value.shape, value.stride(), value.dtype, value.device, layout
 

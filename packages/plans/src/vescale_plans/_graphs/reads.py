@@ -48,12 +48,12 @@ class Reads:
             for name in inspect.getclosurevars(function).globals:
                 self._place(name, function.__globals__, name)
         self._values, self._was = self._now(), [len(one) for _, one in self._sized.values()]
-        self._marks = [*map(_mark, self._values)]
+        self._marks = [*map(mark, self._values)]
 
     def changed(self) -> str:
         """Returns what is otherwise by now, "" for nothing. Cost: a look at each attribute."""
         now = self._now()
-        marks = [*map(_mark, now)]
+        marks = [*map(mark, now)]
         if marks != self._marks:
             at = next(at for at, (one, before) in enumerate(zip(marks, self._marks)) if one != before)
             before, after = self._values[at], now[at]
@@ -97,8 +97,10 @@ def _get(holder: Any, key: Any) -> Any:
         return None
 
 
-def _mark(value: Any) -> Any:
-    return value if type(value) in PLAIN else id(value)
+def mark(value: Any) -> Any:
+    """Returns what tells a value from others: 1 from True, and 0.0 from -0.0, too; objects are told by themselves."""
+    kind = type(value)
+    return (kind, repr(value) if kind is float else value) if kind in PLAIN else id(value)
 
 
 def root_of(step: Callable, models: Sequence[nn.Module]) -> nn.Module:

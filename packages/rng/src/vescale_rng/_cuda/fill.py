@@ -22,8 +22,7 @@ from .._select import RandomStreamError
 from .kernels import kernels_for
 from .launch import Geometry, Launch, dropout, fills
 from .numbers import Recipe, fused_dropout_, recipe, words
-from .recorded import count as note_moved
-from .recorded import recorded
+from .recorded import note_moved, recorded
 
 CHUNK = 1 << 20  # elements at a time, in torch ops: a dozen int64 tensors of them
 _named: Geometry | None = None

@@ -53,7 +53,7 @@ def recorded() -> Recorded | None:
     return _now
 
 
-def count(offset: int) -> None:
+def note_moved(offset: int) -> None:
     """Notes by how much an eager draw has moved its generator."""
     global moved
     moved += offset
